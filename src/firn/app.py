@@ -17,12 +17,13 @@ from firn.api.calls.event_router import EventRouter
 from firn.api.http.connections import http_config
 from firn.api.server import create_app
 from firn.api.services import Services
-from firn.assembly import sparse, speculation
+from firn.assembly import speculation
 from firn.assembly.cache import FLUSH_S, check_settings
+from firn.assembly.extras import Extra, find_encoder, open_extras
 from firn.assembly.memory import MemoryWatch
 from firn.assembly.model import ServerSpec, find_folder, served_name, with_model_defaults
 from firn.assembly.parts import ServerParts, build_parts, watch_engine
-from firn.assembly.services import TraceFile, build_services, keys_of
+from firn.assembly.services import build_services, keys_of
 from firn.assembly.sharding import ONE_PROCESS, Sharding
 from firn.assembly.text import load_text
 from firn.config import Config
@@ -39,9 +40,7 @@ from firn.host.shutdown import (
 )
 from firn.listener import Uvicorn, bind, connections, listen
 from firn.logs import configure as configure_logs
-from firn.models import embedder
 from firn.models.load import loader
-from firn.traces.record import Recorder
 from firn.welcome import announce
 
 log = logging.getLogger("firn")
@@ -94,7 +93,7 @@ class Server:
     died: list[str]
     memory: MemoryWatch | None = None
     awake: Awake = field(default_factory=Awake)
-    recorder: Recorder | None = None
+    extras: Sequence[Extra] = ()
     sharding: Sharding = ONE_PROCESS
 
     def own_process(self) -> None:
@@ -109,8 +108,8 @@ class Server:
         self.died.append("rank")
 
     def close(self) -> None:
-        if self.recorder is not None:
-            self.recorder.close()
+        for extra in self.extras:
+            extra.close()
         self.awake.close()
         if self.memory is not None:
             self.memory.stop()
@@ -121,10 +120,11 @@ class Server:
 
 def check(config: Config) -> None:
     """Find out whether `build` could load the model, without reading its weights. Raises SetupError."""
-    _check_settings(config)
+    extras = open_extras(config)
+    _check_settings(config, extras)
     folder = find_folder(config.model)
     text = load_text(with_model_defaults(config, folder), folder, with_pictures=True)
-    if not embedder.needs_encoder(folder, loader.read_config(folder)):
+    if find_encoder(extras, folder) is None:
         loader.check(
             folder,
             adapter=config.model.adapter,
@@ -133,10 +133,12 @@ def check(config: Config) -> None:
         )
 
 
-def _check_settings(config: Config) -> None:
+def _check_settings(config: Config, extras: Sequence[Extra]) -> None:
     check_settings(config.cache)
-    speculation.check_settings(config)
-    sparse.check_settings(config)
+    is_needed = any(extra.needs_draft_model for extra in extras)
+    speculation.check_settings(config, is_needed=is_needed)
+    for extra in extras:
+        extra.check()
 
 
 def build(config: Config, *, front: int | None = None, sharding: Sharding = ONE_PROCESS) -> Server:
@@ -144,18 +146,19 @@ def build(config: Config, *, front: int | None = None, sharding: Sharding = ONE_
 
     front: the id of the process that divides memory among its models, if there is one.
     """
-    _check_settings(config)
+    extras = open_extras(config)
+    _check_settings(config, extras)
     folder = find_folder(config.model)
     config = with_model_defaults(config, folder)
-    trace_path = config.log.record_trace
-    trace = None if trace_path is None else TraceFile.open(trace_path)
+    for extra in extras:
+        extra.begin()
     name, namespaces = served_name(config), keys_of(config).namespaces
     text = load_text(config, folder, with_pictures=not sharding.is_shared)
     spec = ServerSpec(config, folder, name, namespaces, text.processor, front, sharding)
     event_router = EventRouter()
     died: list[str] = []
     engine: Engine[ServerParts] = Engine(
-        lambda: build_parts(spec, lambda: engine.wake()),
+        lambda: build_parts(spec, lambda: engine.wake(), extras=extras),
         event_router.publish,
         on_death=lambda: died.append("engine"),
     )
@@ -164,18 +167,17 @@ def build(config: Config, *, front: int | None = None, sharding: Sharding = ONE_
     if model.unbatchable_why:
         log.warning("%s is served without batching: %s", name, model.unbatchable_why)
     pool = FairPool(N_TOKENIZER_THREADS, name="firn-tokenize")
-    recorder = None if trace is None else trace.recorder(config, engine)
     services = build_services(
         spec,
         text,
         engine,
         event_router=event_router,
         pool=pool,
-        recorder=recorder,
+        extras=extras,
     )
     memory = watch_engine(engine, front=front, is_sharded=sharding.is_shared)
     return Server(
-        services, engine, event_router, pool, died, memory, recorder=recorder, sharding=sharding
+        services, engine, event_router, pool, died, memory, extras=extras, sharding=sharding
     )
 
 

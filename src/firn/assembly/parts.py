@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from firn import backends
-from firn.assembly import embeddings, sparse, speculation
+from firn.assembly import speculation
 from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
 from firn.assembly.compute import ComputeSettings, compute_settings
+from firn.assembly.extras import Decoder, Extra, LoadEncoder, find_encoder
 from firn.assembly.handles import any_rows
 from firn.assembly.memory import MemoryPlanner, MemoryWatch, Planned, with_reservations
 from firn.assembly.model import ServerSpec, load_model, row_cost
@@ -22,14 +23,10 @@ from firn.backends.contract import ComputeBackend, execution_of
 from firn.backends.memory import limit_buffer_cache, used_nbytes
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixCache
-from firn.config import Config
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MemoryPlan
 from firn.core.values import ModelInfo
 from firn.engine import Budget, Engine, EngineParts, RowCost
-from firn.kv_events import EventPublisher
-from firn.models import embedder
 from firn.models.decode.execution import Execution
-from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NO_SPECULATION, Speculator
 from firn.models.load import loader
@@ -48,7 +45,6 @@ class ServerParts(EngineParts):
     """The engine's parts, and what else the server uses on the engine thread."""
 
     cache: PrefixCache | CacheOff
-    embedder: embedder.TextEmbedder | None = None
     speculator: Speculator = NO_SPECULATION
     planned: Planned | None = None
     """None: the model has no rows to plan memory for."""
@@ -58,21 +54,22 @@ class ServerParts(EngineParts):
         self.cache.own_process()
 
 
-def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
+def build_parts(
+    spec: ServerSpec, wake: Callable[[], None], *, extras: Sequence[Extra] = ()
+) -> ServerParts:
     """On the engine thread. wake: makes the engine tick. Raises SetupError."""
     config, folder, sharding = spec.config, spec.folder, spec.sharding
     machine = with_reservations(backends.find().memory.now(), group=spec.front)
-    settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
+    settings = loader.read_config(folder)
     compute = compute_settings(config, str(settings["model_type"]), spec.name)
     sharding.prepare(
         settings, spec.name, text_only=config.model.text_only, weights=compute.backend.weights
     )
-    if sharding.is_shared and recipe is not None:
-        log.warning("no embeddings: the model is sharded over ranks")
-        recipe = None
-    if recipe is not None and embedder.needs_encoder(folder, settings):
-        return _encoder_parts(spec, recipe, compute)
-    draft_folder = speculation.find_draft(config, folder, exact=compute.exact)
+    load_encoder = None if sharding.is_shared else find_encoder(extras, folder)
+    if load_encoder is not None:
+        return _encoder_parts(spec, load_encoder, compute)
+    is_needed = any(extra.needs_draft_model for extra in extras)
+    draft_folder = speculation.find_draft(config, folder, exact=compute.exact, is_needed=is_needed)
     loaded = load_model(spec, compute, shard=sharding.shard)
     planner = MemoryPlanner(
         config,
@@ -85,10 +82,9 @@ def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
         ),
         context_length=loaded.info.context_length,
     )
-    parts = _decoder_parts(
-        spec, compute, loaded, planner=planner, wake=wake, draft_folder=draft_folder
+    return _decoder_parts(
+        spec, compute, loaded, extras=extras, planner=planner, wake=wake, draft_folder=draft_folder
     )
-    return replace(parts, embedder=embeddings.of_decoder(recipe, loaded))
 
 
 def _decoder_parts(
@@ -96,6 +92,7 @@ def _decoder_parts(
     compute: ComputeSettings,
     loaded: loader.LoadedModel,
     *,
+    extras: Sequence[Extra],
     planner: MemoryPlanner,
     wake: Callable[[], None],
     draft_folder: Path | None,
@@ -111,16 +108,13 @@ def _decoder_parts(
         cache_nbytes=cache_nbytes(config, alone_nbytes),
         add_tiers=lambda cache, model: put_on_tiers(cache, model, speculation.DRAFT_QUEUE_NBYTES),
         folder=draft_folder,
+        is_needed=any(extra.needs_draft_model for extra in extras),
     )
     drafting = speculation.build(config, loaded, setup)
-    loaded, drafting, preparer = sparse.build(
-        config,
-        loaded,
-        drafting,
-        setup=setup,
-        prepare=execution.prepare,
-        buckets_of=(lambda _: ShapeBuckets()) if compute.exact or is_shared else backend.buckets,
-    )
+    decoder = Decoder(spec, loaded, drafting, setup, execution.prepare)
+    for extra in extras:
+        decoder = extra.change(decoder)
+    loaded, drafting = decoder.loaded, decoder.drafting
     cost = drafting.with_rows(cost)
     planned = _plan(planner, cost, info, drafting)
     backend.memory.limit(planned.plan)
@@ -135,7 +129,9 @@ def _decoder_parts(
     )
     cache = build_cache(config, loaded, alone_nbytes, compute=compute, sharding=spec.sharding)
     if isinstance(cache, PrefixCache):
-        _prepare_cache(config, cache, recipes=preparer.recipes)
+        for extra in extras:
+            extra.watch(cache)
+        cache.expect_recipes(decoder.preparer.recipes)
         put_on_tiers(cache, info, planned.plan.write_queue_nbytes)
     cache.set_room(budget.free_nbytes())
     max_padding = capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1)
@@ -153,7 +149,7 @@ def _decoder_parts(
         cache=cache,
         budget=budget,
         limits=replace(compute.limits, common_chunk=execution.buckets.common_chunk),
-        preparer=preparer,
+        preparer=decoder.preparer,
         speculator=drafting.speculator,
         planned=planned,
     )
@@ -187,13 +183,6 @@ def _tiers(
         wake=wake,
         sharding=spec.sharding,
     )
-
-
-def _prepare_cache(config: Config, cache: PrefixCache, *, recipes: Sequence[str]) -> None:
-    """recipes: of prepared prompts, whose roots are expected in the tiers."""
-    if config.cache.kv_events is not None:
-        cache.records.tree.announcer = EventPublisher(config.cache.kv_events)
-    cache.expect_recipes(recipes)
 
 
 def _capacity(
@@ -237,17 +226,13 @@ def _warm_runner(
     return make(speculator)
 
 
-def _encoder_parts(
-    spec: ServerSpec, recipe: embedder.Recipe, compute: ComputeSettings
-) -> ServerParts:
-    """The parts for a model that only makes embeddings."""
-    encoder, info = embeddings.load_encoder(spec.folder, recipe, spec.name, compute)
-    runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
+def _encoder_parts(spec: ServerSpec, load: LoadEncoder, compute: ComputeSettings) -> ServerParts:
+    """The parts for a model that generates no text."""
+    encoder = load(spec, compute)
+    runner = Runner(None, encoder.info, make_layers=encoder.make_layers, max_rows=1)
     budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)
-    cache = CacheOff("an embedding model")
-    return ServerParts(
-        any_rows(runner), cache=cache, budget=budget, limits=compute.limits, embedder=encoder
-    )
+    cache = CacheOff(encoder.what)
+    return ServerParts(any_rows(runner), cache=cache, budget=budget, limits=compute.limits)
 
 
 def watch_engine(
