@@ -73,7 +73,7 @@ class LeaderParts:
         """Check that all ranks can load the model, and tell them to. Raises SetupError."""
         if (
             weights.dtype == "auto"
-        ):  # depends on each rank's free memory, and all must compute the same
+        ):  # it depends on each rank's memory, and all must compute the same
             weights.dtype = "float32"
         check(settings, self._member.group.size, name=name, text_only=text_only)
         others = self._gather("checked", timeout_s=CHECK_S)
