@@ -54,8 +54,9 @@ def test_with_the_settings_of_everybody_it_stands_in_nobodys_way(
 
 
 def test_a_folder_that_is_not_its_own_is_left_to_others(extra: Extra, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert extra.encoder(tmp_path) is None
+    for kind in ("llama", "of-which-mlx-lm-knows-nothing"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert extra.encoder(tmp_path) is None
 
 
 def test_every_file_is_found_once_for_each_server() -> None:
