@@ -19,7 +19,7 @@ from firn.api.server import create_app
 from firn.api.services import Services
 from firn.assembly import speculation
 from firn.assembly.cache import FLUSH_S, check_settings
-from firn.assembly.extras import Extra, find_encoder, open_extras
+from firn.assembly.extras import Extra, find_encoder, needs_draft_model, open_extras
 from firn.assembly.memory import MemoryWatch
 from firn.assembly.model import ServerSpec, find_folder, served_name, with_model_defaults
 from firn.assembly.parts import ServerParts, build_parts, watch_engine
@@ -135,8 +135,7 @@ def check(config: Config) -> None:
 
 def _check_settings(config: Config, extras: Sequence[Extra]) -> None:
     check_settings(config.cache)
-    is_needed = any(extra.needs_draft_model for extra in extras)
-    speculation.check_settings(config, is_needed=is_needed)
+    speculation.check_settings(config, is_needed=needs_draft_model(extras))
     for extra in extras:
         extra.check()
 

@@ -15,7 +15,7 @@ from firn import backends
 from firn.assembly import speculation
 from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
 from firn.assembly.compute import ComputeSettings, compute_settings
-from firn.assembly.extras import Decoder, Extra, LoadEncoder, find_encoder
+from firn.assembly.extras import Decoder, Extra, LoadEncoder, find_encoder, needs_draft_model
 from firn.assembly.handles import any_rows
 from firn.assembly.memory import MemoryPlanner, MemoryWatch, Planned, with_reservations
 from firn.assembly.model import ServerSpec, load_model, row_cost
@@ -68,7 +68,7 @@ def build_parts(
     load_encoder = None if sharding.is_shared else find_encoder(extras, folder)
     if load_encoder is not None:
         return _encoder_parts(spec, load_encoder, compute)
-    is_needed = any(extra.needs_draft_model for extra in extras)
+    is_needed = needs_draft_model(extras)
     draft_folder = speculation.find_draft(config, folder, exact=compute.exact, is_needed=is_needed)
     loaded = load_model(spec, compute, shard=sharding.shard)
     planner = MemoryPlanner(
@@ -108,7 +108,7 @@ def _decoder_parts(
         cache_nbytes=cache_nbytes(config, alone_nbytes),
         add_tiers=lambda cache, model: put_on_tiers(cache, model, speculation.DRAFT_QUEUE_NBYTES),
         folder=draft_folder,
-        is_needed=any(extra.needs_draft_model for extra in extras),
+        is_needed=needs_draft_model(extras),
     )
     drafting = speculation.build(config, loaded, setup)
     decoder = Decoder(spec, loaded, drafting, setup, execution.prepare)

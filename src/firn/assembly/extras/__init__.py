@@ -104,6 +104,10 @@ def open_extras(config: Config) -> tuple[Extra, ...]:
     return tuple(module.EXTRA(config) for module in modules)
 
 
+def needs_draft_model(extras: Sequence[Extra]) -> bool:
+    return any(extra.needs_draft_model for extra in extras)
+
+
 def find_encoder(extras: Sequence[Extra], folder: Path) -> LoadEncoder | None:
     """None: the folder's model generates text."""
     loaders = (extra.encoder(folder) for extra in extras)
