@@ -23,9 +23,11 @@ import mlx.core as mx
 import pytest
 
 import firn
-from firn.api import dialects
+from firn.api import dialects, routes
+from firn.assembly import extras
 from firn.cache import codecs, tiers
 from firn.cache.tiers import TierOptions
+from firn.config import CacheConfig, Config
 from firn.core.errors import FirnError, InvalidValue, StepFailed
 from firn.demo.server import ServerProcess
 from firn.models.speculation import drafters
@@ -36,7 +38,9 @@ from tests.cache.tiers.records import Direct
 from tests.contracts import test_codecs as codec_contract
 from tests.contracts import test_dialects as dialect_contract
 from tests.contracts import test_drafters as drafter_contract
+from tests.contracts import test_extras as extra_contract
 from tests.contracts import test_parsers as parser_contract
+from tests.contracts import test_routes as route_contract
 from tests.contracts import test_tiers as tier_contract
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -47,6 +51,8 @@ FOLDERS: dict[str, ModuleType] = {
     "text/calls/parsers": parsers,
     "api/dialects": dialects,
     "models/speculation/drafters": drafters,
+    "api/routes": routes,
+    "assembly/extras": extras,
 }
 
 
@@ -236,6 +242,45 @@ def test_the_drafter_keeps_the_contract(contract: Any) -> None:
     contract(drafters.discover()["pairs"]())
 
 
+# --- route ---------------------------------------------------------------------------------
+
+
+def test_the_route_keeps_the_contract() -> None:
+    add = importlib.import_module("firn.api.routes.whoami").ROUTES
+    route_contract.test_it_adds_routes_that_the_app_describes(add_routes=add)
+
+
+def test_the_route_is_served() -> None:
+    with serve() as live:
+        model = live.engine.model
+        shown = httpx.get(f"{live.url}/v1/whoami").json()
+        assert shown == {"model": model.name, "context_length": model.context_length}
+
+
+# --- extra ---------------------------------------------------------------------------------
+
+EXTRA = [
+    extra_contract.test_with_the_settings_of_everybody_it_stands_in_nobodys_way,
+    extra_contract.test_a_folder_that_is_not_its_own_is_left_to_others,
+]
+
+
+def extra(config: Config) -> extras.Extra:
+    (found,) = [each for each in extras.open_extras(config) if type(each).__name__ == "FreeDisk"]
+    return found
+
+
+@pytest.mark.parametrize("contract", EXTRA)
+def test_the_extra_keeps_the_contract(contract: Any, tmp_path: Path) -> None:
+    contract(extra=extra(Config()), tmp_path=tmp_path)
+
+
+def test_the_extra_adds_nothing_where_there_is_no_disk() -> None:
+    services = extra_contract.services()
+    config = Config(cache=CacheConfig(no_ssd_cache=True))
+    assert extra(config).add_to(services, None, None) is services  # type: ignore[arg-type]
+
+
 # --- all of them, in a server of its own process ----------------------------------------------
 
 FACTS = " ".join(f"The badge number of Dana Okoro{n} is {4100 + 7 * n}." for n in range(60))
@@ -250,7 +295,8 @@ def test_a_server_runs_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             shutil.copy(file, copy / folder)
     monkeypatch.setenv("PYTHONPATH", str(copy.parent))
     records = tmp_path / "records.db"
-    tier = ("--no-ssd-cache", "--tier", f"sqlite://localhost{records}?spill=all")
+    folder = str(tmp_path / "cache")
+    tier = ("--ssd-cache-dir", folder, "--tier", f"sqlite://localhost{records}?spill=all")
     server = ServerProcess(
         "firn-demo",
         *tier,
@@ -267,8 +313,12 @@ def test_a_server_runs_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             json={"messages": [{"role": "user", "content": QUESTION}], "speculation": "off"},
             timeout=60,
         ).json()
+        shown = httpx.get(f"{server.url}/v1/whoami", timeout=60).json()
+        metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     finally:
         assert server.stop() == 0, (tmp_path / "log").read_text()
     assert reply["answer"] == plain["choices"][0]["message"]["content"]
+    assert shown["model"] == plain["model"]
+    assert re.search(r"^firn_disk_free_bytes [\d.e+]+$", metrics, re.MULTILINE)
     (n_records,) = sqlite3.connect(records).execute("SELECT count(*) FROM records").fetchone()
     assert n_records > 0

@@ -1,5 +1,7 @@
 """Who may import whom: cli -> app -> assembly -> {api -> text, engine -> cache, models} -> core.
 
+And the core imports no extra: `CORE` and `EXTRAS` in tools/house.py say what is which.
+
 Read from the syntax tree, so an import inside a function or under TYPE_CHECKING counts too.
 Allowing a new dependency means changing a line of `MAY_IMPORT`, which makes it a visible decision.
 
@@ -18,6 +20,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
+from tools.house import CORE, EXTRAS, group_of
 
 import firn
 
@@ -46,17 +49,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "listener": {"api", "core", "host"},
     "welcome": {"config", "listener"},
     "kv_events": {"cache", "core"},
-    "ranks": {"cache", "config", "core", "models"},
+    "ranks": {"app", "assembly", "backends", "cache", "config", "core", "host", "models"},
     "sparse": {"core", "engine", "models"},
     "assembly": {
         "api", "backends", "cache", "config", "core", "demo", "engine", "host", "kv_events", "media",
-        "models", "ranks", "sparse", "text", "traces",
+        "models", "sparse", "text", "traces",
     },
     "fleet": {
         "api", "app", "assembly", "backends", "config", "core", "demo", "engine", "host", "listener",
         "logs", "models", "text", "welcome",
     },
-    "app": EVERYTHING - {"cli", "fleet"},
+    "app": EVERYTHING - {"bench", "cli", "fleet", "kv_events", "ranks", "sparse", "traces"},
     "cli": EVERYTHING,
     "demo": EVERYTHING,
     "__main__": {"cli"},
@@ -164,7 +167,7 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def faults(found: Iterator[Import]) -> list[str]:
-    checks = (_direction_ok, _library_ok, _private_ok, _facade_ok, _inside_ok)
+    checks = (_direction_ok, _core_ok, _library_ok, _private_ok, _facade_ok, _inside_ok)
     return [str(item) for item in found if not all(check(item) for check in checks)]
 
 
@@ -174,6 +177,13 @@ def _direction_ok(item: Import) -> bool:
     if top != "firn" or target not in EVERYTHING or target == package:
         return True
     return target in MAY_IMPORT.get(package, ())
+
+
+def _core_ok(item: Import) -> bool:
+    """A module of the core imports no extra; `from firn.x import y` may name a module, too."""
+    if group_of(item.place) != "core" or not item.target.startswith("firn."):
+        return True
+    return group_of("/".join(item.target.split(".")[1:])) != "extras"
 
 
 def _library_ok(item: Import) -> bool:
@@ -255,6 +265,47 @@ def test_imports_go_one_way(place: str) -> None:
     source = (SOURCES / f"{place}.py").read_text(encoding="utf-8")
     assert faults(imports_of(source, place)) == []
     assert reaches_of(source, place) == []
+
+
+def test_every_file_is_core_extra_or_a_command() -> None:
+    places = all_places()
+    assert [place for place in places if group_of(place) == "nowhere"] == []
+    tops = {place.split("/")[0] for place in places}
+    assert tops >= CORE
+    for extra in EXTRAS:
+        assert any(place == extra or place.startswith(f"{extra}/") for place in places), extra
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("app", "from firn.ranks.leader import Leader"),
+        ("assembly/parts", "def f():\n    from firn.assembly.extras import sparse"),
+        ("assembly/parts", "from firn.assembly.extras.sparse import EXTRA"),
+        ("assembly/extras/__init__", "from . import sparse"),
+        ("assembly/services", "import importlib\nimportlib.import_module('firn.traces.record')"),
+        ("api/server", "from firn.api.routes.rerank import PATHS"),
+        ("api/services", "if TYPE_CHECKING:\n    from firn.text.prompt.rerank import question"),
+        ("api/dialects/_openai", "from firn.api.routes.ollama_fields import TAG"),
+        ("backends/metal", "from firn.backends.cuda import smi"),
+        ("cache/tiers/__init__", "from firn.cache.tiers import s3"),
+    ],
+)
+def test_a_core_that_names_an_extra_is_seen(place: str, source: str) -> None:
+    assert [item for item in imports_of(source, place) if not _core_ok(item)] != []
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("app", "from firn.assembly.extras import open_extras"),
+        ("cli/serve", "from firn.ranks.serve import serve"),
+        ("assembly/extras/sparse", "from firn.sparse.rules import SparseRules"),
+        ("fleet/routes", "from firn.api.routes.ollama import model_routes"),
+    ],
+)
+def test_others_may_name_an_extra(place: str, source: str) -> None:
+    assert [item for item in imports_of(source, place) if not _core_ok(item)] == []
 
 
 def test_every_package_has_its_line() -> None:

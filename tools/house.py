@@ -21,6 +21,33 @@ DEVICE_CALLS = frozenset({"mx.cpu", "mx.gpu", "mx.metal", "mx.cuda"})
 OPENINGS = ("...", "Nor ", "Likewise", "The same")
 """How a docstring must not begin: it would need the one before it."""
 MAX_ATTRIBUTES = 20
+CORE = frozenset({
+    "__init__", "api", "app", "assembly", "backends", "cache", "config", "core", "engine", "host",
+    "listener", "logs", "media", "models", "text", "welcome",
+})  # fmt: skip
+"""What a server of one model consists of: packages and modules at the top, but for what is in EXTRAS."""
+EXTRAS = (
+    "api/dialects/_ollama", "api/dialects/ollama_chat", "api/dialects/ollama_generate",
+    "api/routes/embeddings", "api/routes/load", "api/routes/ollama", "api/routes/ollama_fields",
+    "api/routes/rerank",
+    "assembly/extras/documents", "assembly/extras/embeddings", "assembly/extras/kv_events",
+    "assembly/extras/rerank", "assembly/extras/sparse", "assembly/extras/traces",
+    "backends/cpu", "backends/cuda", "backends/recurrence",
+    "bench",
+    "cache/tiers/_bandwidth", "cache/tiers/_calls", "cache/tiers/_store",
+    "cache/tiers/redis", "cache/tiers/s3",
+    "fleet",
+    "kv_events",
+    "media/documents", "media/pdf_text",
+    "models/embedder",
+    "ranks",
+    "sparse",
+    "text/prompt/rerank",
+    "traces",
+)  # fmt: skip
+"""What the core does not name: folders and files below src/firn, without .py."""
+COMMANDS = frozenset({"__main__", "cli", "demo"})
+"""What starts a server, or looks at one: it names both."""
 LIBRARIES = ("mlx", "mlx_lm", "mlx_vlm", "transformers")
 
 
@@ -92,6 +119,28 @@ def cycles(graph: Graph) -> list[list[str]]:
         if node not in index:
             visit(node)
     return found
+
+
+# --- core and extras -----------------------------------------------------------------------
+
+
+def group_of(place: str) -> str:
+    """place: a file below src/firn, without .py, or a module's name with slashes for dots."""
+    if any(place == extra or place.startswith(f"{extra}/") for extra in EXTRAS):
+        return "extras"
+    top = place.split("/")[0]
+    return "core" if top in CORE else "commands" if top in COMMANDS else "nowhere"
+
+
+def sizes(folder: Path) -> dict[str, tuple[int, int]]:
+    """Lines and files of each group."""
+    found: dict[str, tuple[int, int]] = {}
+    for path in folder.rglob("*.py"):
+        group = group_of(path.relative_to(folder).with_suffix("").as_posix())
+        n_lines, n_files = found.get(group, (0, 0))
+        more = len(path.read_text(encoding="utf-8").splitlines())
+        found[group] = n_lines + more, n_files + 1
+    return dict(sorted(found.items()))
 
 
 # --- protocols -----------------------------------------------------------------------------
@@ -384,7 +433,8 @@ DECODE = ("firn.models.decode", "firn.models.ranks", "firn.models.runner")
 def main() -> None:
     here = Path(__file__).resolve().parent.parent / "src" / "firn"
     folders = [argument for argument in sys.argv[1:] if argument != "-v"]
-    tree = Tree(Path(folders[0]) if folders else here)
+    folder = Path(folders[0]) if folders else here
+    tree = Tree(folder)
     rings = cycles(tree.imports())
     outside = {
         module: parsed
@@ -397,6 +447,7 @@ def main() -> None:
     patched = {m: list(replacements(parsed)) for m, parsed in tree.modules.items()}
     rows: list[tuple[str, object]] = [
         ("lines, files", (tree.n_lines, len(tree.modules))),
+        *((f"lines, files: {group}", size) for group, size in sizes(folder).items()),
         ("import cycles; modules in them", (len(rings), sum(map(len, rings)))),
         ("protocols nobody uses as a type", len(idle_protocols(tree.modules))),
         ("classes over 20 attributes; the most", (len(large), max(large.values(), default=0))),

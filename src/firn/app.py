@@ -17,16 +17,17 @@ from firn.api.calls.event_router import EventRouter
 from firn.api.http.connections import http_config
 from firn.api.server import create_app
 from firn.api.services import Services
-from firn.assembly import sparse, speculation
+from firn.assembly import speculation
 from firn.assembly.cache import FLUSH_S, check_settings
-from firn.assembly.follower import follow, join_ranks
+from firn.assembly.extras import Extra, find_encoder, needs_draft_model, open_extras
 from firn.assembly.memory import MemoryWatch
 from firn.assembly.model import ServerSpec, find_folder, served_name, with_model_defaults
 from firn.assembly.parts import ServerParts, build_parts, watch_engine
-from firn.assembly.services import TraceFile, build_services, keys_of
+from firn.assembly.services import build_services, keys_of
+from firn.assembly.sharding import ONE_PROCESS, Sharding
 from firn.assembly.text import load_text
 from firn.config import Config
-from firn.core.errors import EngineDead, SetupError, ShuttingDown
+from firn.core.errors import EngineDead, ShuttingDown
 from firn.core.fair_pool import FairPool
 from firn.core.values import GenerateRequest
 from firn.engine import Engine
@@ -39,12 +40,7 @@ from firn.host.shutdown import (
 )
 from firn.listener import Uvicorn, bind, connections, listen
 from firn.logs import configure as configure_logs
-from firn.models import embedder
 from firn.models.load import loader
-from firn.ranks.joining import RankMember, end_start, options_digest
-from firn.ranks.leader import Leader
-from firn.ranks.leader_parts import LeaderParts
-from firn.traces.record import Recorder
 from firn.welcome import announce
 
 log = logging.getLogger("firn")
@@ -60,23 +56,12 @@ LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
 """A process that was told to stop is killed after this time."""
 
 
-def serve(config: Config) -> int:
-    """Run the server until it is told to stop. Returns the process's exit code."""
-    configure_logs(config.log.level)
-    raise_descriptor_limit()
-    member = None
-    if config.model.tensor_parallel:
-        config, member = join_ranks(config)
-        if member.follower is not None:
-            return exit_or_return(follow(config, member))
+def serve(config: Config, *, sharding: Sharding = ONE_PROCESS) -> int:
+    """Run the server until it is told to stop. Returns the process's exit code. Raises SetupError."""
+    begin_process(config)
     sock = bind(config.server.host, config.server.port)
     prompts = warm_prompts(config)
-    try:
-        server = build(config, member=member)
-    except SetupError as e:
-        if member is not None:
-            end_start(e)
-        raise
+    server = build(config, sharding=sharding)
     server.own_process()
     try:
         code = uvloop.run(_run(server, sock, prompts, config))
@@ -84,6 +69,12 @@ def serve(config: Config) -> int:
         end_at_next_signal()
         server.close()
     return exit_or_return(code)
+
+
+def begin_process(config: Config) -> None:
+    """What a process that serves a model needs before it does anything else."""
+    configure_logs(config.log.level)
+    raise_descriptor_limit()
 
 
 def warm_prompts(config: Config) -> list[GenerateRequest]:
@@ -102,9 +93,8 @@ class Server:
     died: list[str]
     memory: MemoryWatch | None = None
     awake: Awake = field(default_factory=Awake)
-    recorder: Recorder | None = None
-    ranks: Leader | None = None
-    """The other ranks, if the model is sharded."""
+    extras: Sequence[Extra] = ()
+    sharding: Sharding = ONE_PROCESS
 
     def own_process(self) -> None:
         """The process runs only this server: its engine must not wait long for other threads."""
@@ -118,23 +108,23 @@ class Server:
         self.died.append("rank")
 
     def close(self) -> None:
-        if self.recorder is not None:
-            self.recorder.close()
+        for extra in self.extras:
+            extra.close()
         self.awake.close()
         if self.memory is not None:
             self.memory.stop()
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
-        if self.ranks is not None:
-            self.ranks.end()
+        self.sharding.end()
         self.pool.close()
 
 
 def check(config: Config) -> None:
     """Find out whether `build` could load the model, without reading its weights. Raises SetupError."""
-    _check_settings(config)
+    extras = open_extras(config)
+    _check_settings(config, extras)
     folder = find_folder(config.model)
     text = load_text(with_model_defaults(config, folder), folder, with_pictures=True)
-    if not embedder.needs_encoder(folder, loader.read_config(folder)):
+    if find_encoder(extras, folder) is None:
         loader.check(
             folder,
             adapter=config.model.adapter,
@@ -143,33 +133,31 @@ def check(config: Config) -> None:
         )
 
 
-def _check_settings(config: Config) -> None:
+def _check_settings(config: Config, extras: Sequence[Extra]) -> None:
     check_settings(config.cache)
-    speculation.check_settings(config)
-    sparse.check_settings(config)
+    speculation.check_settings(config, is_needed=needs_draft_model(extras))
+    for extra in extras:
+        extra.check()
 
 
-def build(config: Config, *, front: int | None = None, member: RankMember | None = None) -> Server:
+def build(config: Config, *, front: int | None = None, sharding: Sharding = ONE_PROCESS) -> Server:
     """Load the model and wire everything to it. Raises SetupError.
 
-    front: the id of the process that divides memory among its models, if there is one. member: this
-    process among the ranks that serve the model together; it is the one that clients talk to.
+    front: the id of the process that divides memory among its models, if there is one.
     """
-    _check_settings(config)
-    leader_parts = None
-    if member is not None and member.leader is not None:
-        leader_parts = LeaderParts(member, member.leader, options=options_digest(config))
+    extras = open_extras(config)
+    _check_settings(config, extras)
     folder = find_folder(config.model)
     config = with_model_defaults(config, folder)
-    trace_path = config.log.record_trace
-    trace = None if trace_path is None else TraceFile.open(trace_path)
+    for extra in extras:
+        extra.begin()
     name, namespaces = served_name(config), keys_of(config).namespaces
-    text = load_text(config, folder, with_pictures=leader_parts is None)
-    spec = ServerSpec(config, folder, name, namespaces, text.processor, front, leader_parts)
+    text = load_text(config, folder, with_pictures=not sharding.is_shared)
+    spec = ServerSpec(config, folder, name, namespaces, text.processor, front, sharding)
     event_router = EventRouter()
     died: list[str] = []
     engine: Engine[ServerParts] = Engine(
-        lambda: build_parts(spec, lambda: engine.wake()),
+        lambda: build_parts(spec, lambda: engine.wake(), extras=extras),
         event_router.publish,
         on_death=lambda: died.append("engine"),
     )
@@ -178,20 +166,17 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
     if model.unbatchable_why:
         log.warning("%s is served without batching: %s", name, model.unbatchable_why)
     pool = FairPool(N_TOKENIZER_THREADS, name="firn-tokenize")
-    recorder = None if trace is None else trace.recorder(config, engine)
     services = build_services(
         spec,
         text,
         engine,
         event_router=event_router,
         pool=pool,
-        recorder=recorder,
-        n_ranks=1 if member is None else member.group.size,
+        extras=extras,
     )
-    memory = watch_engine(engine, front=front, is_sharded=member is not None)
-    ranks = leader_parts.leader if leader_parts else None
+    memory = watch_engine(engine, front=front, is_sharded=sharding.is_shared)
     return Server(
-        services, engine, event_router, pool, died, memory, recorder=recorder, ranks=ranks
+        services, engine, event_router, pool, died, memory, extras=extras, sharding=sharding
     )
 
 
@@ -218,11 +203,10 @@ async def _run(
         loop.call_later(DRAIN_S, server.event_router.fail_all, ShuttingDown())
 
     stop = web.stop_at_signals(begin_stop)
-    if server.ranks is not None:
-        server.ranks.watch(
-            lost=lambda: loop.call_soon_threadsafe(server.lose_rank),
-            asked=lambda: loop.call_soon_threadsafe(stop),
-        )
+    server.sharding.watch(
+        lost=lambda: loop.call_soon_threadsafe(server.lose_rank),
+        asked=lambda: loop.call_soon_threadsafe(stop),
+    )
     watching = asyncio.create_task(watch(server, web))
     await warm.compute(server.services, prompts)
     if not web.should_exit:  # it may have been told to stop meanwhile

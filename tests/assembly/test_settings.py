@@ -54,6 +54,13 @@ def test_what_cannot_draft_or_score_is_said_before_the_model_is_looked_for(
         app.build(Config(model=ModelConfig(path="/no/such/model"), **sections))
 
 
+def test_a_draft_model_that_drafts_nothing_may_score_prompts() -> None:
+    engine = EngineConfig(speculation="lookup", draft_model="x")
+    sparse = SparseConfig(sparse_prefill=True)
+    with pytest.raises(SetupError, match="/no/such/model"):  # which is looked for next
+        app.build(Config(model=ModelConfig(path="/no/such/model"), engine=engine, sparse=sparse))
+
+
 def test_without_a_cache_its_settings_do_not_matter() -> None:
     for options, _ in BAD:
         check_settings(CacheConfig(disable_prefix_cache=True, **options))

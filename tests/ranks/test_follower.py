@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 
 from firn import __version__
-from firn.assembly.follower import FollowerLoop
-from firn.core.ranks import RankCall
 from firn.ranks import joining
+from firn.ranks.calls import RankCall
 from firn.ranks.leader import Leader
+from firn.ranks.serve import FollowerLoop
 from firn.ranks.wire import RankLink, encode
 
 FOLLOW = """

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from firn.core.ranks import RankCall
+from firn.ranks.calls import RankCall
 from firn.ranks.heartbeat import N_SILENT, Heartbeat
 from firn.ranks.wire import LinkClosed, RankLink, encode
 from tests.ranks.test_wire import pair

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from firn import __version__
-from firn.core.ranks import RankCall
 from firn.ranks import joining, wire
+from firn.ranks.calls import RankCall
 from firn.ranks.wire import RankLink, encode
 
 SECRET = "5ec7e7" * 5

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from firn.core.ranks import RankCall, RankLost
+from firn.ranks.calls import RankCall, RankLost
 from firn.ranks.leader import Leader
 from firn.ranks.wire import RankLink
 from tests.waiting import wait_until

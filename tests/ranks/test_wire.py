@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from firn.core.ranks import RankCall
+from firn.ranks.calls import RankCall
 from firn.ranks.leader import Leader
 from firn.ranks.wire import LinkClosed, RankLink, encode
 

@@ -15,11 +15,8 @@ ASK_FOR_POSITIONS = {
 }
 NAME_IT = {
     "api/dialects/_openai.py",  # the field of requests
-    "app.py",  # checks its settings
-    "assembly/parts.py",
-    "assembly/services.py",
-    "assembly/sparse.py",  # builds it
-    "assembly/speculation.py",  # shares its draft model
+    "assembly/extras/__init__.py",  # lists the files beside it
+    "assembly/extras/sparse.py",  # builds it
     "cli/options/compat.py",  # the flag to use instead of another server's
     "config/__init__.py",
     "config/engine.py",
@@ -42,9 +39,9 @@ def attributes_of(text: str) -> set[str]:
     return {n.attr for n in nodes if n.attr in ("positions", "has_gaps", "marks")}
 
 
-def test_only_the_assembly_imports_it() -> None:
-    importers = {name.split("/")[0] for name, text in outside().items() if "firn.sparse" in text}
-    assert importers == {"assembly"}
+def test_only_its_extra_imports_it() -> None:
+    importers = {name for name, text in outside().items() if "firn.sparse" in text}
+    assert importers == {"assembly/extras/sparse.py"}
 
 
 def test_few_modules_ask_for_positions() -> None:

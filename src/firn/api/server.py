@@ -19,16 +19,12 @@ from firn.api.observe.activity import Activity, add_activity
 from firn.api.observe.dashboard import add_page
 from firn.api.observe.metrics import Metrics
 from firn.api.routes.cache import CacheRoutes
+from firn.api.routes.discovery import RouteParts
+from firn.api.routes.discovery import discover as discover_routes
 from firn.api.routes.docs_page import add_docs
-from firn.api.routes.embeddings import embedding_routes
-from firn.api.routes.json_routes import add_json_route
-from firn.api.routes.load import LoadRoutes
 from firn.api.routes.models import add_models
-from firn.api.routes.ollama import ollama_routes
 from firn.api.routes.openapi import describe
 from firn.api.routes.probes import add_probes
-from firn.api.routes.rerank import rerank_routes
-from firn.api.routes.tokens import token_routes
 from firn.api.routes.tree import TreeRoutes
 from firn.api.routes.tree_answers import TreeAnswers, first_difference
 from firn.api.services import Services
@@ -50,20 +46,15 @@ def create_app(services: Services) -> FastAPI:
     for dialect in dialects:
         endpoint = Generate(dialect, services, metrics, bodies, activity)
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
-    json_routes = (
-        *(route for dialect in dialects for route in dialect.routes(services)),
-        *token_routes(services, dialects),
-        *embedding_routes(services),
-        *ollama_routes(services),
-        *rerank_routes(services),
-    )
-    for route in json_routes:
-        add_json_route(app, route, services, bodies)
+    parts = RouteParts(app, services, dialects, metrics, bodies)
+    for dialect in dialects:
+        parts.add(*dialect.routes(services))
+    for add_routes in discover_routes():
+        add_routes(parts)
     if services.cache_admin is not None:
         answers = TreeAnswers()
         CacheRoutes(services, services.cache_admin, dialects, bodies, answers).add_to(app)
         TreeRoutes(services, services.cache_admin, answers).add_to(app)
-    LoadRoutes(services, metrics, max_rows=limits.max_rows).add_to(app)
     add_models(app, services)
     add_activity(app, services, activity)
     add_page(app, shown=services.dashboard)

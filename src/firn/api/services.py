@@ -27,10 +27,10 @@ from firn.core.values import (
     Namespace,
     Prompt,
     Reasoning,
+    Reranker,
     Source,
 )
 from firn.text.grammar.constraint import Relax, as_they_are
-from firn.text.prompt.rerank import Reranker
 from firn.text.reply.formats import ReplyFormat
 
 T = TypeVar("T")

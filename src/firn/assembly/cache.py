@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from firn.assembly.compute import ComputeSettings
+from firn.assembly.sharding import Sharding
 from firn.cache.admin.inventory import ModelNote, note_model
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixCache
-from firn.cache.storage.orders import Worker
 from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.storage.spill_policy import spill_policy
 from firn.cache.storage.store_address import parse_address
@@ -26,7 +26,6 @@ from firn.core.units import GIB, MIB
 from firn.core.values import ModelInfo, Namespace
 from firn.host.backups import exclude_from_backups
 from firn.models.load.loader import LoadedModel
-from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")
 
@@ -60,9 +59,8 @@ def build_cache(
     capacity_nbytes: int,
     *,
     compute: ComputeSettings,
-    leader_parts: LeaderParts | None = None,
+    sharding: Sharding,
 ) -> PrefixCache | CacheOff:
-    """leader_parts: set if the model is sharded: each rank then holds a slice of every record."""
     options = config.cache
     if options.disable_prefix_cache:
         log.info("prefix cache: off (--disable-prefix-cache)")
@@ -81,14 +79,11 @@ def build_cache(
         weighs_hits=compute.backend.profile.weighs_hits and not compute.exact,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
-    make = PrefixCache if leader_parts is None else leader_parts.make_tree
-    return make(
+    return sharding.make_cache(
         layout,
         settings,
         fingerprint=loaded.info.fingerprint,
-        dtype=computed_in(
-            loaded, compute.backend.arithmetic, leader_parts.text if leader_parts else ""
-        ),
+        dtype=computed_in(loaded, compute.backend.arithmetic, sharding.text),
     )
 
 
@@ -137,7 +132,7 @@ def add_tiers(
     device: str,
     namespaces: Sequence[Namespace],
     wake: Callable[[], None],
-    leader_parts: LeaderParts | None = None,
+    sharding: Sharding,
 ) -> None:
     """Add the tiers below memory to a cache. namespaces: whose records to look for there."""
     seal = seal_of(config)
@@ -145,8 +140,7 @@ def add_tiers(
     if not tiers:
         log.info("ssd cache: off (--no-ssd-cache)")
     for name, options in tiers.items():
-        if leader_parts is not None:
-            options = leader_parts.options_of(options)
+        options = sharding.options_of(options)
         folder = Path(options.location)
         exclude_from_backups(folder)
         own = TierWorker(
@@ -156,7 +150,7 @@ def add_tiers(
             flush_timeout_s=FLUSH_S,
             wake=wake,
         )
-        worker: Worker = own if leader_parts is None else leader_parts.worker_over(own, cache)
+        worker = sharding.worker_over(own, cache)
         where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
         cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
         cache.add_tier(name, worker, namespaces=namespaces)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from firn.assembly import model_names, speculation
 from firn.assembly.compute import ComputeSettings
+from firn.assembly.sharding import ONE_PROCESS, Shard, Sharding
 from firn.cache.layout import Layout
 from firn.config import Config, ModelConfig, default_cache_dir, of_model, with_model
 from firn.core.errors import UnknownCacheLayer
@@ -21,7 +21,6 @@ from firn.models.load import loader
 from firn.models.load.hub import HubRules
 from firn.models.load.weight_memory import WeightMemory
 from firn.models.vision.processor import VisionProcessor
-from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")
 
@@ -38,8 +37,7 @@ class ServerSpec:
     processor: VisionProcessor | None = None
     front: int | None = None
     """The id of the process that divides memory among its models, if there is one."""
-    leader_parts: LeaderParts | None = None
-    """Set if the model is sharded over ranks."""
+    sharding: Sharding = ONE_PROCESS
 
 
 def served_name(config: Config) -> str:
@@ -61,9 +59,9 @@ def find_folder(options: ModelConfig) -> Path:
 
 
 def load_model(
-    spec: ServerSpec, compute: ComputeSettings, *, shard: Callable[[Any], None] | None = None
+    spec: ServerSpec, compute: ComputeSettings, *, shard: Shard | None
 ) -> loader.LoadedModel:
-    """shard: reduces the model to this rank's slice. Raises SetupError."""
+    """shard: None for the whole model. Raises SetupError."""
     config, processor = spec.config, spec.processor
     loaded = loader.load(
         spec.folder,

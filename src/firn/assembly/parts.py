@@ -6,16 +6,16 @@ Built on that thread, because MLX ties arrays to the thread that created them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from firn import backends
-from firn.assembly import embeddings, sparse, speculation
+from firn.assembly import speculation
 from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
 from firn.assembly.compute import ComputeSettings, compute_settings
+from firn.assembly.extras import Decoder, Extra, LoadEncoder, find_encoder, needs_draft_model
 from firn.assembly.handles import any_rows
 from firn.assembly.memory import MemoryPlanner, MemoryWatch, Planned, with_reservations
 from firn.assembly.model import ServerSpec, load_model, row_cost
@@ -23,19 +23,14 @@ from firn.backends.contract import ComputeBackend, execution_of
 from firn.backends.memory import limit_buffer_cache, used_nbytes
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixCache
-from firn.config import Config
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MemoryPlan
 from firn.core.values import ModelInfo
 from firn.engine import Budget, Engine, EngineParts, RowCost
-from firn.kv_events import EventPublisher
-from firn.models import embedder
 from firn.models.decode.execution import Execution
-from firn.models.decode.kv_growth import ShapeBuckets
 from firn.models.decode.runner import Runner
 from firn.models.decode.steps import NO_SPECULATION, Speculator
 from firn.models.load import loader
 from firn.models.load.transient import transient_of
-from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")
 
@@ -50,7 +45,6 @@ class ServerParts(EngineParts):
     """The engine's parts, and what else the server uses on the engine thread."""
 
     cache: PrefixCache | CacheOff
-    embedder: embedder.TextEmbedder | None = None
     speculator: Speculator = NO_SPECULATION
     planned: Planned | None = None
     """None: the model has no rows to plan memory for."""
@@ -60,21 +54,23 @@ class ServerParts(EngineParts):
         self.cache.own_process()
 
 
-def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
+def build_parts(
+    spec: ServerSpec, wake: Callable[[], None], *, extras: Sequence[Extra] = ()
+) -> ServerParts:
     """On the engine thread. wake: makes the engine tick. Raises SetupError."""
-    config, folder, leader_parts = spec.config, spec.folder, spec.leader_parts
+    config, folder, sharding = spec.config, spec.folder, spec.sharding
     machine = with_reservations(backends.find().memory.now(), group=spec.front)
-    settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
+    settings = loader.read_config(folder)
     compute = compute_settings(config, str(settings["model_type"]), spec.name)
-    if leader_parts is not None:
-        _prepare_ranks(spec, leader_parts, settings, compute.backend)
-        if recipe is not None:
-            log.warning("no embeddings: the model is sharded over ranks")
-            recipe = None
-    if recipe is not None and embedder.needs_encoder(folder, settings):
-        return _encoder_parts(spec, recipe, compute)
-    draft_folder = speculation.find_draft(config, folder, exact=compute.exact)
-    loaded = load_model(spec, compute, shard=leader_parts.shard if leader_parts else None)
+    sharding.prepare(
+        settings, spec.name, text_only=config.model.text_only, weights=compute.backend.weights
+    )
+    load_encoder = None if sharding.is_shared else find_encoder(extras, folder)
+    if load_encoder is not None:
+        return _encoder_parts(spec, load_encoder, compute)
+    is_needed = needs_draft_model(extras)
+    draft_folder = speculation.find_draft(config, folder, exact=compute.exact, is_needed=is_needed)
+    loaded = load_model(spec, compute, shard=sharding.shard)
     planner = MemoryPlanner(
         config,
         machine,
@@ -86,26 +82,8 @@ def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
         ),
         context_length=loaded.info.context_length,
     )
-    parts = _decoder_parts(
-        spec, compute, loaded, planner=planner, wake=wake, draft_folder=draft_folder
-    )
-    return replace(parts, embedder=embeddings.of_decoder(recipe, loaded))
-
-
-def _prepare_ranks(
-    spec: ServerSpec,
-    leader_parts: LeaderParts,
-    settings: Mapping[str, Any],
-    backend: ComputeBackend,
-) -> None:
-    """Agree with all ranks on how to load the model, and tell them to. Raises SetupError."""
-    weights = backend.weights
-    weights.dtype = leader_parts.dtype_for(weights.dtype)
-    leader_parts.prepare(
-        settings,
-        spec.name,
-        text_only=spec.config.model.text_only,
-        weights_dtype=weights.dtype,
+    return _decoder_parts(
+        spec, compute, loaded, extras=extras, planner=planner, wake=wake, draft_folder=draft_folder
     )
 
 
@@ -114,13 +92,14 @@ def _decoder_parts(
     compute: ComputeSettings,
     loaded: loader.LoadedModel,
     *,
+    extras: Sequence[Extra],
     planner: MemoryPlanner,
     wake: Callable[[], None],
     draft_folder: Path | None,
 ) -> ServerParts:
     config, info, backend = spec.config, loaded.info, compute.backend
     put_on_tiers = _tiers(spec, device=backend.profile.name, wake=wake)
-    cost, is_shared = row_cost(loaded), spec.leader_parts is not None
+    cost, is_shared = row_cost(loaded), spec.sharding.is_shared
     execution = execution_of(backend, loaded, exact=compute.exact, is_shared=is_shared)
     alone_nbytes = planner.plan(cost, info.weights_nbytes).alone_nbytes
     setup = speculation.DraftSetup(
@@ -129,16 +108,13 @@ def _decoder_parts(
         cache_nbytes=cache_nbytes(config, alone_nbytes),
         add_tiers=lambda cache, model: put_on_tiers(cache, model, speculation.DRAFT_QUEUE_NBYTES),
         folder=draft_folder,
+        is_needed=needs_draft_model(extras),
     )
     drafting = speculation.build(config, loaded, setup)
-    loaded, drafting, preparer = sparse.build(
-        config,
-        loaded,
-        drafting,
-        setup=setup,
-        prepare=execution.prepare,
-        buckets_of=(lambda _: ShapeBuckets()) if compute.exact or is_shared else backend.buckets,
-    )
+    decoder = Decoder(spec, loaded, drafting, setup, execution.prepare)
+    for extra in extras:
+        decoder = extra.change(decoder)
+    loaded, drafting = decoder.loaded, decoder.drafting
     cost = drafting.with_rows(cost)
     planned = _plan(planner, cost, info, drafting)
     backend.memory.limit(planned.plan)
@@ -151,11 +127,11 @@ def _decoder_parts(
         transient=planner.transient,
         chunk_nbytes=planned.plan.chunk_nbytes,
     )
-    cache = build_cache(
-        config, loaded, alone_nbytes, compute=compute, leader_parts=spec.leader_parts
-    )
+    cache = build_cache(config, loaded, alone_nbytes, compute=compute, sharding=spec.sharding)
     if isinstance(cache, PrefixCache):
-        _prepare_cache(config, cache, recipes=preparer.recipes)
+        for extra in extras:
+            extra.watch(cache)
+        cache.expect_recipes(decoder.preparer.recipes)
         put_on_tiers(cache, info, planned.plan.write_queue_nbytes)
     cache.set_room(budget.free_nbytes())
     max_padding = capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1)
@@ -173,7 +149,7 @@ def _decoder_parts(
         cache=cache,
         budget=budget,
         limits=replace(compute.limits, common_chunk=execution.buckets.common_chunk),
-        preparer=preparer,
+        preparer=decoder.preparer,
         speculator=drafting.speculator,
         planned=planned,
     )
@@ -205,15 +181,8 @@ def _tiers(
         device=device,
         namespaces=spec.namespaces,
         wake=wake,
-        leader_parts=spec.leader_parts,
+        sharding=spec.sharding,
     )
-
-
-def _prepare_cache(config: Config, cache: PrefixCache, *, recipes: Sequence[str]) -> None:
-    """recipes: of prepared prompts, whose roots are expected in the tiers."""
-    if config.cache.kv_events is not None:
-        cache.records.tree.announcer = EventPublisher(config.cache.kv_events)
-    cache.expect_recipes(recipes)
 
 
 def _capacity(
@@ -221,13 +190,12 @@ def _capacity(
 ) -> tuple[int, int]:
     """The capacity for live requests and stored prefixes, and what it would be if nothing else ran
     on the machine."""
-    capacity_nbytes, alone_nbytes = planned.plan.capacity_nbytes, planned.alone_nbytes
-    if spec.leader_parts is not None:
-        capacity_nbytes = spec.leader_parts.begin(
-            loaded.info, capacity_nbytes, has_own_memory=has_own_memory
-        )
-        alone_nbytes = min(alone_nbytes, capacity_nbytes)
-    return capacity_nbytes, alone_nbytes
+    own_nbytes = planned.plan.capacity_nbytes
+    nbytes = spec.sharding.begin(loaded.info, own_nbytes, has_own_memory=has_own_memory)
+    alone_nbytes = (
+        min(planned.alone_nbytes, nbytes) if spec.sharding.is_shared else planned.alone_nbytes
+    )
+    return nbytes, alone_nbytes
 
 
 def _warm_runner(
@@ -242,34 +210,29 @@ def _warm_runner(
     """The server's runner, on a device that is ready for it."""
 
     def make(speculator: Speculator) -> Runner:
-        common: dict[str, Any] = {
-            "make_layers": loaded.make_layers,
-            "max_rows": spec.config.engine.max_concurrency,
-            "arguments": loaded.arguments,
-            "speculator": speculator,
-            "execution": execution,
-        }
-        if spec.leader_parts is not None:
-            # All ranks must read and group rows in the same way, however much memory each has.
-            return spec.leader_parts.make_runner(loaded.model, loaded.info, **common)
-        return Runner(loaded.model, loaded.info, **common, max_padding=max_padding)
+        return spec.sharding.make_runner(
+            loaded.model,
+            loaded.info,
+            make_layers=loaded.make_layers,
+            max_rows=spec.config.engine.max_concurrency,
+            arguments=loaded.arguments,
+            speculator=speculator,
+            execution=execution,
+            max_padding=max_padding,
+        )
 
-    if spec.leader_parts is None:
+    if not spec.sharding.is_shared:
         backend.warm_up(loaded.model, make, speculator)
     return make(speculator)
 
 
-def _encoder_parts(
-    spec: ServerSpec, recipe: embedder.Recipe, compute: ComputeSettings
-) -> ServerParts:
-    """The parts for a model that only makes embeddings."""
-    encoder, info = embeddings.load_encoder(spec.folder, recipe, spec.name, compute)
-    runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
+def _encoder_parts(spec: ServerSpec, load: LoadEncoder, compute: ComputeSettings) -> ServerParts:
+    """The parts for a model that generates no text."""
+    encoder = load(spec, compute)
+    runner = Runner(None, encoder.info, make_layers=encoder.make_layers, max_rows=1)
     budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)
-    cache = CacheOff("an embedding model")
-    return ServerParts(
-        any_rows(runner), cache=cache, budget=budget, limits=compute.limits, embedder=encoder
-    )
+    cache = CacheOff(encoder.what)
+    return ServerParts(any_rows(runner), cache=cache, budget=budget, limits=compute.limits)
 
 
 def watch_engine(

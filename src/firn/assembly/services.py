@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
 from firn.api.calls.event_router import EventRouter
 from firn.api.calls.quotas import KeyLimits, Quotas
@@ -13,22 +13,17 @@ from firn.api.http.hosts import Hosts, machine_names
 from firn.api.observe.cache_metrics import CacheMetrics, MemoryMetrics
 from firn.api.observe.metrics import SpeculationMetrics
 from firn.api.services import ApiLimits, Hold, Services
-from firn.assembly import embeddings, sparse
+from firn.assembly.extras import Extra
 from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts
 from firn.assembly.text import TextParts
 from firn.backends.memory import allocated_nbytes
 from firn.cache.admin.control import admin_of
-from firn.config import Config, default_cache_dir
+from firn.config import Config
 from firn.core.fair_pool import FairPool
-from firn.core.ports import Tokenizer
 from firn.core.units import MIB
 from firn.engine import Engine
-from firn.media.documents import Documents
 from firn.models.grammar.compiler import Compiler
-from firn.models.load.recognise import scoring_settings
-from firn.text.prompt import rerank
-from firn.traces.record import Recorder, open_trace, user_salt
 
 log = logging.getLogger("firn")
 
@@ -40,8 +35,7 @@ def build_services(
     *,
     event_router: EventRouter,
     pool: FairPool,
-    recorder: Recorder | None,
-    n_ranks: int,
+    extras: Sequence[Extra],
 ) -> Services:
     """engine: must be running, so that its model is known."""
     config, model, parts = spec.config, engine.model, engine.parts
@@ -52,7 +46,7 @@ def build_services(
     )
     grammars = Compiler(text.tokenizer, vocab_size=model.vocab_size)
     pool.submit("", grammars.prepare)
-    return Services(
+    services = Services(
         engine=engine,
         tokenizer=text.tokenizer,
         prompts=text.prompt_maker(config, model),
@@ -61,29 +55,22 @@ def build_services(
         pool=pool,
         limits=_limits(config),
         defaults=replace(config.sampling.defaults(), stores=admin.health()["reuse"]),
-        preparations=sparse.rules(config),
         keys=keys_of(config),
         hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
         quotas=_quotas(config),
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
-        embedder=embeddings.for_any_thread(
-            parts.embedder, lambda f: engine.call(lambda parts: f())
-        ),
-        reranker=_reranker(spec, text.tokenizer) if model.generates else None,
         fetch_pictures=_fetcher(config) if model.vision else None,
-        read_documents=Documents().gather,
         compile_grammar=grammars.compile,
         relaxer=grammars.relaxer,
         cache_admin=admin,
-        recorder=recorder,
         dashboard=not config.page.no_dashboard,
         show_text=config.page.show_text,
         allocated=allocated_nbytes,
         health_details=lambda: {
             "cache": admin.health(),
             "speculation": parts.speculator.counters(),
-            "ranks": n_ranks,
+            "ranks": spec.sharding.n_ranks,
         },
         extra_collectors=(
             CacheMetrics(admin.snapshot),
@@ -91,6 +78,9 @@ def build_services(
             SpeculationMetrics(lambda: parts.speculator.counters()),
         ),
     )
+    for extra in extras:
+        services = extra.add_to(services, spec, engine)
+    return services
 
 
 def keys_of(config: Config) -> Keys:
@@ -132,37 +122,3 @@ def _fetcher(config: Config) -> Hold | None:
         plain_http=options.allow_plain_http_images,
     )
     return Fetcher(limits).fetched
-
-
-def _reranker(spec: ServerSpec, tokenizer: Tokenizer) -> rerank.Reranker | None:
-    """None: the model is not a reranker."""
-    folder = spec.folder
-    reranker = rerank.detect_reranker(
-        f"{spec.name} {folder.name}", tokenizer, scoring_settings(folder)
-    )
-    if reranker is not None:
-        log.info("%s reranks documents (/v1/rerank)", spec.name)
-    return reranker
-
-
-@dataclass(frozen=True, slots=True)
-class TraceFile:
-    """The file that a trace is appended to. Opened before the model is loaded, so that a bad path
-    is reported immediately."""
-
-    path: Path
-    fd: int
-
-    @classmethod
-    def open(cls, path: Path) -> TraceFile:
-        return cls(path, open_trace(path))
-
-    def recorder(self, config: Config, engine: Engine[ServerParts]) -> Recorder:
-        log.info("recording a trace: %s", self.path)
-        return Recorder(
-            self.fd,
-            model=engine.model.name,
-            block=config.cache.cache_block_tokens,
-            token_nbytes=engine.parts.budget.cost.per_token_nbytes,
-            salt=user_salt(default_cache_dir()),
-        )

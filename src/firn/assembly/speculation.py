@@ -1,4 +1,4 @@
-"""A server's drafters, and the draft model that they share with sparse prefill."""
+"""A server's drafters, and the draft model that they may share with others."""
 
 from __future__ import annotations
 
@@ -69,6 +69,8 @@ class DraftSetup:
     """Adds the tiers below memory to a cache."""
     folder: Path | None = None
     """The draft model's, as found by `find_draft`."""
+    is_needed: bool = False
+    """Whether the draft model is used even if it cannot draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,11 @@ class Drafting:
         )
 
 
-def check_settings(config: Config) -> None:
-    """What can be checked before a model is loaded. Raises SetupError."""
+def check_settings(config: Config, *, is_needed: bool) -> None:
+    """What can be checked before a model is loaded. is_needed: the draft model is used even if it does
+    not draft. Raises SetupError."""
     option, small = config.engine.speculation, config.engine.draft_model
-    if small and option not in ("auto", "model") and not config.sparse.sparse_prefill:
+    if small and option not in ("auto", "model") and not is_needed:
         raise SetupError(f"--draft-model is not used with --speculation {option}")
     if option == "model" and not small:
         raise SetupError("--speculation model needs --draft-model")
@@ -139,16 +142,16 @@ def _add_head(
     )
 
 
-def find_draft(config: Config, folder: Path, *, exact: bool) -> Path | None:
+def find_draft(config: Config, folder: Path, *, exact: bool, is_needed: bool) -> Path | None:
     """The folder of --draft-model, which must have the tokens of the model in `folder`; None if it
-    would not be used.
+    would not be used. is_needed: it is used even if it does not draft.
 
     Called before the model is loaded, which may take minutes, so that a fault is reported early.
     May download. Raises SetupError.
     """
     options, small = config.model, config.engine.draft_model
     drafts = config.engine.speculation in ("auto", "model")
-    if small is None or exact or not (drafts or config.sparse.sparse_prefill):
+    if small is None or exact or not (drafts or is_needed):
         return None
     rules = HubRules(options.offline, options.download_timeout, options.download_retries)
     place, trust = model_names.resolve(small, rules), options.trust_remote_code
@@ -191,7 +194,7 @@ def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draf
         draft = replace(draft, is_drafter=True)
         log.info("%s drafts tokens for %s", small, loaded.info.name)
     except SetupError as e:
-        if not config.sparse.sparse_prefill:
+        if not setup.is_needed:
             raise
         log.warning("%s", e)
     speculator: Speculator = NO_SPECULATION

@@ -41,6 +41,10 @@ def _app(config: Config) -> Callable[[Config], int]:
 
         return serve_fleet
     try:
+        if config.model.tensor_parallel:
+            from firn.ranks.serve import serve as serve_shared
+
+            return serve_shared
         from firn.app import serve as serve_model
     except ImportError as error:
         if (error.name or "").split(".")[0] == "mlx":

@@ -22,8 +22,7 @@ from firn.api.http.auth import Caller, Keys
 from firn.api.http.body import INLINE_NBYTES, ClientGone, decoded
 from firn.api.http.body_reader import BodyReader
 from firn.api.http.exchange import Exchange, exchange_of, send_json, send_raw_json
-from firn.api.http.fields import Fields
-from firn.api.routes.ollama_fields import keep_alive_s
+from firn.api.http.fields import Fields, keep_alive_s
 from firn.core.errors import (
     FirnError,
     Forbidden,

@@ -20,12 +20,11 @@ from firn import __version__
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.http.auth import Keys
 from firn.api.http.exchange import exchange_of
-from firn.api.http.fields import Fields
+from firn.api.http.fields import Fields, keep_alive_s
 from firn.api.http.hosts import check_may_change_cache, refuse_foreign_pages
 from firn.api.routes.agents import add_agents
 from firn.api.routes.models import add_routes, page
 from firn.api.routes.ollama import model_routes
-from firn.api.routes.ollama_fields import keep_alive_s
 from firn.api.routes.openapi import error_responses
 from firn.core.errors import BadRequest, ModelNotFound, NotFound
 from firn.core.values import Namespace

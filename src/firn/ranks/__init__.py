@@ -1,5 +1,6 @@
 """One model in several processes: how they find each other, communicate, compute and end together.
 
-`assembly` and `app` build rank 0's parts (leader_parts) or a follower; nothing else knows of ranks.
+`serve` starts rank 0, a server whose model is shared (leader_parts), or a follower. A server of one
+model does not know of ranks: it has a `Sharding` (assembly/sharding).
 group and runner have the model's slices, cache/ the slices of its records.
 """

@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 from firn.core.errors import SetupError
-from firn.core.ranks import RankCall
+from firn.ranks.calls import RankCall
 from firn.ranks.heartbeat import BEAT_S, N_SILENT, Heartbeat
 from firn.ranks.launcher import Launcher
 from firn.ranks.wire import LinkClosed, RankLink, encode

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from firn.core.ranks import RankCall
+from firn.ranks.calls import RankCall
 from firn.ranks.wire import ALIVE, LinkClosed, RankLink, encode
 
 BEAT_S = 1.0

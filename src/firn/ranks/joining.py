@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from firn import __version__
 from firn.config import Config
 from firn.core.errors import SetupError
-from firn.core.ranks import RankCall
+from firn.ranks.calls import RankCall
 from firn.ranks.follower import Follower
 from firn.ranks.group import RankGroup
 from firn.ranks.leader import Leader

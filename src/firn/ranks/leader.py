@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from firn.core.errors import SetupError
-from firn.core.ranks import OnAnswer, RankCall, RankLost
+from firn.ranks.calls import OnAnswer, RankCall, RankLost
 from firn.ranks.heartbeat import BEAT_S, N_SILENT, Heartbeat
 from firn.ranks.launcher import Launcher
 from firn.ranks.wire import LinkClosed, RankLink, encode
@@ -32,7 +32,7 @@ MAX_PENDING_NBYTES = 1 << 16
 
 
 class Leader:
-    """Implements core.ranks.Followers."""
+    """Implements calls.Followers."""
 
     def __init__(self, links: Mapping[int, RankLink], *, beat_s: float = BEAT_S) -> None:
         self._links = dict(links)

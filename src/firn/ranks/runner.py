@@ -24,11 +24,11 @@ import mlx.core as mx
 import numpy as np
 
 from firn.core.ports import ReadChunk, Restored
-from firn.core.ranks import Followers
 from firn.core.values import Job, Prompt, RequestId, Sampling
 from firn.models.decode.batch import PickedToken, Row
 from firn.models.decode.runner import Runner
 from firn.models.decode.sampling import Picker, Picks
+from firn.ranks.calls import Followers
 from firn.ranks.group import RankGroup
 
 Fills = list[tuple[str, list[int], int]]

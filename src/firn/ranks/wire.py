@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from firn.core.ranks import RankCall
+from firn.ranks.calls import RankCall
 
 _HEAD = struct.Struct("<II")
 MAX_NBYTES = 1 << 30

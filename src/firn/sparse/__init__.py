@@ -7,6 +7,6 @@
     thinned.py     the positions of what is kept
     placing.py     how a model is given tokens at those positions
 
-The core knows only that a prompt has `Positions`, and that a model is shown its caches by its
-`ModelArguments`.
+assembly/extras/sparse.py gives it to a server. The core knows only that a prompt has `Positions`, and
+that a model is shown its caches by its `ModelArguments`.
 """

@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model
 
 from firn.api.http.auth import SHARED
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
-from firn.core.values import Reasoning
+from firn.core.values import Reasoning, Reranker
 from firn.text.prompt import rerank
 from tests.api.real import Real, serving
 from tests.fakes import FakeTokenizer
@@ -162,10 +162,10 @@ class YesNo(FakeTokenizer):
 
 
 def test_rerankers_are_recognised() -> None:
-    assert rerank.detect_reranker("Qwen3-Reranker-0.6B", YesNo(), None) == rerank.Reranker(5, 6)
+    assert rerank.detect_reranker("Qwen3-Reranker-0.6B", YesNo(), None) == Reranker(5, 6)
     assert rerank.detect_reranker("Qwen3-8B", YesNo(), None) is None
     assert rerank.detect_reranker("a-reranker", FakeTokenizer(), None) is None
     score = {"true_token_id": 1, "false_token_id": 2}
-    assert rerank.detect_reranker("any", FakeTokenizer(), score) == rerank.Reranker(1, 2)
+    assert rerank.detect_reranker("any", FakeTokenizer(), score) == Reranker(1, 2)
     assert rerank.relevance(0.0, 0.0) == 0.5
     assert rerank.relevance(-1e9, 0.0) == pytest.approx(0.0)

@@ -12,7 +12,7 @@ from firn.ranks.cache.mirror import N_DROPPED, Mirror, number_of
 
 
 class Followers:
-    """Implements core.ranks.Followers as far as a mirror needs it."""
+    """Implements calls.Followers as far as a mirror needs it."""
 
     n_followers = 1
     is_lost = False

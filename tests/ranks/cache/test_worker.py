@@ -28,10 +28,10 @@ from firn.cache.storage.orders import (
 )
 from firn.cache.tiers import Gone, WriteResult
 from firn.core.keys import Key
-from firn.core.ranks import OnAnswer, RankCall, RankLost
 from firn.core.values import PackedTokens
 from firn.ranks.cache.mirror import Mirror, number_of
 from firn.ranks.cache.worker import RankWorker
+from firn.ranks.calls import OnAnswer, RankCall, RankLost
 from tests.cache.fake_worker import FakeWorker
 
 LAYOUT = "kv16;float32 rank 0 of 3;block4;full"
@@ -68,7 +68,7 @@ def entry(number: int, *, layout: str = LAYOUT) -> TierEntry:
 
 @dataclass(eq=False)
 class Others:
-    """Implements core.ranks.Followers: two followers that answer what the test tells them to."""
+    """Implements calls.Followers: two followers that answer what the test tells them to."""
 
     n_followers: int = 2
     is_lost: bool = False

@@ -9,8 +9,7 @@ from typing import Any, TypedDict
 
 from firn.api.dialects import ReplyHead
 from firn.api.http import fields, sse
-from firn.api.http.fields import Fields
-from firn.api.routes.ollama_fields import keep_alive_s
+from firn.api.http.fields import Fields, keep_alive_s
 from firn.core.bounds import GREEDY_BELOW, INT_MAX, SAMPLING
 from firn.core.errors import InvalidValue
 from firn.core.events import Ended, Event, TextLogprob

@@ -9,8 +9,8 @@ from firn.api.dialects import _ollama, _openai
 from firn.api.dialects._ollama import OllamaCall, OllamaDialect
 from firn.api.dialects._other_servers import refuse_missing
 from firn.api.dialects._template_kwargs import template_kwargs
-from firn.api.http.fields import Fields
-from firn.api.routes.ollama_fields import keep_alive_s, model_name
+from firn.api.http.fields import Fields, keep_alive_s
+from firn.api.routes.ollama_fields import model_name
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     Chat,

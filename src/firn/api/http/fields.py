@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from firn.core import units
 from firn.core.bounds import INT_MAX
 from firn.core.errors import InvalidValue
 
@@ -191,6 +192,21 @@ class Fields:
         """For an object of firn's own, all of whose members were read by now. Raises InvalidValue."""
         for name in self.unread():
             raise InvalidValue(name, f"is not known; {self.path} has {_listed(sorted(self._read))}")
+
+
+def keep_alive_s(body: Fields) -> float | None:
+    """keep_alive in seconds; None: not given. Raises InvalidValue. LM Studio calls it ttl.
+
+    A server of one model only checks it: its model stays loaded.
+    """
+    for name in ("keep_alive", "ttl"):
+        stay = body.get(name)
+        if stay is not None:
+            try:
+                return units.seconds(stay)
+            except ValueError as e:
+                raise InvalidValue(name, str(e)) from None
+    return None
 
 
 def _listed(names: Sequence[str]) -> str:

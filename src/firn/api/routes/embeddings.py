@@ -15,6 +15,7 @@ from typing import Any
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.http import fields
 from firn.api.http.fields import Fields
+from firn.api.routes.discovery import RouteParts
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.ports import Embedder
@@ -27,13 +28,18 @@ BATCH_TOKENS = 4096
 """Padding included; a longer text is computed alone."""
 
 
-def embedding_routes(services: Services) -> tuple[JsonRoute, ...]:
+def add_embeddings(parts: RouteParts) -> None:
+    services = parts.services
+
     async def answer(route_request: RouteRequest) -> Mapping[str, Any]:
         return await _answer(services, Fields(route_request.body), route_request.namespace)
 
-    return (
-        JsonRoute("POST", "/v1/embeddings", "Texts as vectors", answer, _SCHEMA, computes=True),
+    parts.add(
+        JsonRoute("POST", "/v1/embeddings", "Texts as vectors", answer, _SCHEMA, computes=True)
     )
+
+
+ROUTES = add_embeddings
 
 
 async def _answer(services: Services, body: Fields, key_id: Namespace) -> dict[str, Any]:

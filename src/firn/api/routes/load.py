@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from firn import __version__
 from firn.api.http.exchange import exchange_of
 from firn.api.observe.metrics import Metrics
+from firn.api.routes.discovery import RouteParts
 from firn.api.routes.openapi import error_responses
 from firn.api.services import Services
 from firn.core.errors import Forbidden
@@ -114,6 +115,14 @@ class LoadRoutes:
     def _path(self, request: Request) -> str:
         model = self._services.engine.model
         return model.path if exchange_of(request.scope).caller.operator else model.name
+
+
+def add_load(parts: RouteParts) -> None:
+    services = parts.services
+    LoadRoutes(services, parts.metrics, max_rows=services.limits.max_rows).add_to(parts.app)
+
+
+ROUTES = add_load
 
 
 class TokenRate:

@@ -13,10 +13,11 @@ from typing import Any
 from firn import __version__
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.http import fields
-from firn.api.http.fields import Fields
+from firn.api.http.fields import Fields, keep_alive_s
+from firn.api.routes.discovery import RouteParts
 from firn.api.routes.embeddings import embed
 from firn.api.routes.models import model_object
-from firn.api.routes.ollama_fields import RENAMED, TAG, durations, keep_alive_s, model_name
+from firn.api.routes.ollama_fields import RENAMED, TAG, durations, model_name
 from firn.api.services import Services
 from firn.core.errors import InvalidValue
 from firn.core.values import Namespace
@@ -37,8 +38,9 @@ CAPABILITIES = {
 ModelObject = Mapping[str, Any]
 
 
-def ollama_routes(services: Services) -> tuple[JsonRoute, ...]:
+def add_ollama(parts: RouteParts) -> None:
     """For a server of one model."""
+    services = parts.services
 
     def listed(key_id: Namespace) -> list[ModelObject]:
         return [model_object(services)]
@@ -53,13 +55,16 @@ def ollama_routes(services: Services) -> tuple[JsonRoute, ...]:
     async def embed_one(route_request: RouteRequest) -> Mapping[str, Any]:
         return await _embed_one(services, Fields(route_request.body), route_request.namespace)
 
-    return (
+    parts.add(
         *model_routes(listed, find),
         JsonRoute("POST", "/api/embed", "Texts as vectors", embed_all, _EMBED, computes=True),
         JsonRoute(
             "POST", "/api/embeddings", "A text as a vector", embed_one, _PROMPT, computes=True
         ),
     )
+
+
+ROUTES = add_ollama
 
 
 def model_routes(

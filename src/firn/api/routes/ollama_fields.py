@@ -1,12 +1,10 @@
-"""What all routes of Ollama's API share: model names with tags, keep_alive, durations. Pure."""
+"""What all routes of Ollama's API share: model names with tags, durations. Pure."""
 
 from __future__ import annotations
 
 import time
 
 from firn.api.http.fields import Fields
-from firn.core import units
-from firn.core.errors import InvalidValue
 
 TAG = ":latest"
 """Clients append it to a name without a tag."""
@@ -17,21 +15,6 @@ RENAMED = {"repetition_penalty": "repeat_penalty"}
 def model_name(body: Fields) -> str:
     """The body's model, without the tag; empty if it names none."""
     return (body.string("model") or "").removesuffix(TAG)
-
-
-def keep_alive_s(body: Fields) -> float | None:
-    """keep_alive in seconds; None: not given. Raises InvalidValue. LM Studio calls it ttl.
-
-    A server of one model only checks it: its model stays loaded.
-    """
-    for name in ("keep_alive", "ttl"):
-        stay = body.get(name)
-        if stay is not None:
-            try:
-                return units.seconds(stay)
-            except ValueError as e:
-                raise InvalidValue(name, str(e)) from None
-    return None
 
 
 def durations(began_ns: int, first_token_at: float | None) -> dict[str, int]:

@@ -18,12 +18,12 @@ from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.http import fields
 from firn.api.http.auth import SHARED, Caller
 from firn.api.http.fields import Fields
+from firn.api.routes.discovery import RouteParts
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.events import Failed, TextDelta, TextLogprob
-from firn.core.values import GenerateRequest, Namespace, RawTokens, Sampling
+from firn.core.values import GenerateRequest, Namespace, RawTokens, Reranker, Sampling
 from firn.text.prompt import rerank
-from firn.text.prompt.rerank import Reranker
 
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Cohere's clients send the version, others do not."""
@@ -38,12 +38,18 @@ FORCED = 1e4
 """A bias that no logit outweighs. Logprobs do not include it."""
 
 
-def rerank_routes(services: Services) -> tuple[JsonRoute, ...]:
+def add_rerank(parts: RouteParts) -> None:
+    services = parts.services
+
     async def answer(route_request: RouteRequest) -> Mapping[str, Any]:
         return await _answer(services, Fields(route_request.body), route_request.namespace)
 
     summary = "Rank documents by how well they answer a query"
-    return tuple(JsonRoute("POST", path, summary, answer, _SCHEMA, computes=True) for path in PATHS)
+    for path in PATHS:
+        parts.add(JsonRoute("POST", path, summary, answer, _SCHEMA, computes=True))
+
+
+ROUTES = add_rerank
 
 
 async def _answer(services: Services, body: Fields, key_id: Namespace) -> dict[str, Any]:

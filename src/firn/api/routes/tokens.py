@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from firn.api.calls.prompting import decoded_request, prompt_of
-from firn.api.dialects import Dialect, JsonRoute, RouteRequest
+from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.http.fields import Fields, array, integer, string
+from firn.api.routes.discovery import RouteParts
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 
@@ -15,8 +16,9 @@ MAX_TEXT_CHARS = 4 * 2**20
 """More than any model's context. Tokenizing takes a hundred times the memory of the text."""
 
 
-def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[JsonRoute, ...]:
-    chat = next(d for d in dialects if d.path == "/v1/chat/completions")
+def add_tokens(parts: RouteParts) -> None:
+    services = parts.services
+    chat = next(d for d in parts.dialects if d.path == "/v1/chat/completions")
 
     async def tokenize(route_request: RouteRequest) -> Mapping[str, Any]:
         body, key_id = Fields(route_request.body), route_request.namespace
@@ -48,10 +50,13 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[JsonR
             route_request.namespace, lambda: _text_of(services, ids, name)
         )
 
-    return (
+    parts.add(
         JsonRoute("POST", "/v1/tokenize", "Tokens of a text or a chat", tokenize, _TOKENIZE),
         JsonRoute("POST", "/v1/detokenize", "Text of tokens", detokenize, _DETOKENIZE),
     )
+
+
+ROUTES = add_tokens
 
 
 def _encode(services: Services, text: str, *, add_special: bool) -> list[int]:

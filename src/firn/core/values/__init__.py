@@ -29,7 +29,7 @@ from firn.core.values.messages import (
     ToolChoice,
     ToolMode,
 )
-from firn.core.values.model import ModelInfo
+from firn.core.values.model import ModelInfo, Reranker
 from firn.core.values.prompt import (
     IN_ORDER,
     PictureSpan,
@@ -84,6 +84,7 @@ __all__ = [
     "Reasoning",
     "RelaxedSchema",
     "RequestId",
+    "Reranker",
     "Role",
     "Sampling",
     "ServedRequest",

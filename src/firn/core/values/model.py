@@ -34,3 +34,11 @@ class ModelInfo:
     def n_ids(self) -> int:
         """Every id of a prompt is below this."""
         return self.n_embeddings or self.vocab_size
+
+
+@dataclass(frozen=True, slots=True)
+class Reranker:
+    """The two tokens with which a model says whether a document answers a query."""
+
+    yes: int
+    no: int

@@ -20,7 +20,7 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.core.ports import At, LayerCache
-from firn.core.ranks import Followers
+from firn.ranks.calls import Followers
 
 Fill = tuple[str, list[int], int]
 """A part, the numbers of the payloads that filled it, and the row's tokens after that."""

@@ -37,8 +37,8 @@ from firn.cache.storage.orders import (
 )
 from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import Gone, TierUsage, WriteResult
-from firn.core.ranks import Followers, RankCall
 from firn.ranks.cache.mirror import Mirror, number_of
+from firn.ranks.calls import Followers, RankCall
 
 REFUSED = "refused"
 

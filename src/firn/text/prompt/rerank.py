@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from firn.core.ports import Tokenizer
-from firn.core.values import Chat, Message, Reasoning, TextPart
+from firn.core.values import Chat, Message, Reasoning, Reranker, TextPart
 
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
@@ -22,14 +21,6 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 """The instruction that the models were trained with; a request may send its own."""
 NO_THINKING = Reasoning(enabled=False)
 NAMED = "rerank"
-
-
-@dataclass(frozen=True, slots=True)
-class Reranker:
-    """The two tokens that the model answers with."""
-
-    yes: int
-    no: int
 
 
 def detect_reranker(

@@ -1,6 +1,8 @@
-"""A process that computes its slice of a sharded model on rank 0's orders. It has no clients.
+"""`firn serve --tensor-parallel`: rank 0 is a server like any other, which shares its model; the others
+follow it.
 
-Its main thread owns every array: it loads the model, then executes one call after another.
+A follower computes its slice of the model on rank 0's orders and has no clients. Its main thread owns
+every array: it loads the model, then executes one call after another.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from firn import backends
+from firn import app, backends
 from firn.assembly.cache import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
 from firn.assembly.compute import ComputeSettings, compute_settings
 from firn.assembly.memory import MemoryPlanner, Planned, with_reservations
@@ -25,16 +27,17 @@ from firn.cache.tiers import OpenTier, TierOptions, discover
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import MachineMemory
-from firn.core.ranks import RankCall
 from firn.host.backups import exclude_from_backups
-from firn.host.shutdown import kill_after, outlives_terminal
+from firn.host.shutdown import exit_or_return, kill_after, outlives_terminal
 from firn.models.load import loader
 from firn.models.load.loader import LoadedModel
 from firn.models.load.transient import transient_of
 from firn.ranks.cache.slices import Identity, Slices
+from firn.ranks.calls import RankCall
 from firn.ranks.follower import Follower
 from firn.ranks.group import check
-from firn.ranks.joining import RankMember, check_options, form, options_digest
+from firn.ranks.joining import RankMember, check_options, end_start, form, options_digest
+from firn.ranks.leader_parts import LeaderParts
 from firn.ranks.runner import FollowerRunner, in_step
 
 log = logging.getLogger("firn.ranks")
@@ -53,6 +56,19 @@ def join_ranks(config: Config) -> tuple[Config, RankMember]:
     log.info("waiting for the other ranks")
     off = replace(config.engine, speculation="off")
     return replace(config, engine=off), form()
+
+
+def serve(config: Config) -> int:
+    """Join the other ranks, then serve or follow. Returns the process's exit code. Raises SetupError."""
+    app.begin_process(config)
+    config, member = join_ranks(config)
+    if member.leader is None:
+        return exit_or_return(follow(config, member))
+    sharding = LeaderParts(member, member.leader, options=options_digest(config))
+    try:
+        return app.serve(config, sharding=sharding)
+    except SetupError as e:
+        end_start(e)
 
 
 def follow(config: Config, member: RankMember) -> int:
