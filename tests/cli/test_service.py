@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from firn.cli.service import _absolute, _check
+from firn.cli.service.commands import _absolute, _check
 from firn.core.errors import SetupError
+from firn.host.services.service import START, ServiceSettings
 
 
 def firn(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("FIRN_", "XDG_"))}
-    environ |= {"HOME": str(home), "PATH": f"{home / 'bin'}:/usr/bin:/bin"}
+    environ |= {"HOME": str(home), "PATH": f"{home / 'bin'}:/usr/bin:/bin", "HF_TOKEN": "hf_secret"}
     return subprocess.run(
         [sys.executable, "-m", "firn", "service", *arguments],
         capture_output=True, text=True, env=environ, cwd=home, timeout=100,
@@ -30,7 +31,10 @@ def home(tmp_path: Path) -> Path:
     (tmp_path / "bin").mkdir()
     for name in ("systemctl", "launchctl"):
         path = tmp_path / "bin" / name
-        path.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\necho ActiveState=active\n')
+        # launchctl knows no service: what was booted out is gone.
+        path.write_text(
+            f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\necho ActiveState=active\n[ "$1" != print ]\n'
+        )
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return tmp_path
 
@@ -45,15 +49,52 @@ def test_install_status_and_uninstall(home: Path) -> None:
     else:
         (line,) = [x for x in written.read_text().splitlines() if x.startswith("ExecStart=")]
         words = [w.strip('"') for w in line.removeprefix("ExecStart=").split(" ")]
-    assert words[1:] == ["-m", "firn", "serve", "firn-demo", "--port", "8123"]
+    assert words[1:3] == ["-m", "firn.cli.service.start"]
+    assert words[4:] == ["serve", "firn-demo", "--port", "8123"]
+    settings = Path(words[3])
+    assert ServiceSettings.read(settings).environment["HF_TOKEN"] == "hf_secret"
+    assert settings.stat().st_mode & 0o077 == 0
+    assert "HF_TOKEN" in done.stdout
+    assert "hf_secret" not in done.stdout + written.read_text()
     assert (home / "calls").exists()
     if sys.platform == "linux":
         assert "active" in firn(home, "status").stdout
+    assert firn(home, "restart").returncode == 0
     assert firn(home, "uninstall").returncode == 0
+    assert firn(home, "restart").stderr.startswith("firn: ")
     assert not written.exists()
     again = firn(home, "uninstall")
     assert again.returncode == 1
     assert again.stderr.startswith("firn: ")
+
+
+def started(settings: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """What a supervisor runs."""
+    return subprocess.run(
+        [sys.executable, "-m", START, str(settings), *command],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+
+def test_a_service_starts_with_its_own_variables(tmp_path: Path) -> None:
+    settings = tmp_path / "service.json"
+    values = ServiceSettings({"FIRN_PORT": "8765"}, str(tmp_path / "server.log"))
+    settings.write_bytes(values.as_json())
+    done = started(settings, "config", "show")
+    assert done.returncode == 0, done.stderr
+    (line,) = [x for x in done.stdout.splitlines() if x.split()[:1] == ["server.port"]]
+    assert "8765" in line
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"environment": 1, "log": ""}'])
+def test_a_service_with_damaged_settings_says_so(tmp_path: Path, text: str) -> None:
+    settings = tmp_path / "service.json"
+    for path in (settings, tmp_path / "none.json"):
+        settings.write_text(text)
+        done = started(path, "config", "show")
+        assert done.returncode == 78
+        assert done.stderr.startswith(f"firn: {path}"), "one line"
+        assert done.stderr.count("\n") == 1
 
 
 def test_wrong_arguments_are_refused_before_anything_is_written(home: Path) -> None:
