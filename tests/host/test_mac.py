@@ -1,0 +1,62 @@
+"""Facts about macOS, with what its programs print."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from firn.host import mac
+
+SNAPSHOTS = """Snapshots for disk /:
+com.apple.TimeMachine.2026-11-18-101010.local
+com.apple.TimeMachine.2026-11-18-111213.local
+com.apple.os.update-9A7B3C1D
+"""
+
+
+class Programs:
+    """Prints by the last word of a command; knows nothing else."""
+
+    def __init__(self, **texts: str) -> None:
+        self.texts = texts
+        self.calls: list[tuple[str, ...]] = []
+
+    def __call__(self, command: Sequence[str]) -> str:
+        assert command[0].startswith("/")
+        self.calls.append(tuple(command))
+        if command[-1] not in self.texts:
+            raise subprocess.CalledProcessError(1, list(command))
+        return self.texts[command[-1]]
+
+
+def test_the_system_is_called_by_its_own_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.mac_ver", lambda: ("16.0", ("", "", ""), "arm64"))
+    programs = Programs(**{"kern.osproductversion": "26.1\n", "kern.osversion": "25B78\n"})
+    assert mac.version(output=programs) == "26.1"
+    assert mac.build(output=programs) == "25B78"
+    assert mac.version(output=Programs()) == "16.0"
+    assert mac.build(output=Programs()), "the kernel's, which changes less often"
+
+
+def test_a_python_for_intel_macs_is_noticed() -> None:
+    name = "sysctl.proc_translated"
+    assert mac.is_translated("darwin", output=Programs(**{name: "1\n"}))
+    assert not mac.is_translated("darwin", output=Programs(**{name: "0\n"}))
+    assert not mac.is_translated("darwin", output=Programs())
+    elsewhere = Programs(**{name: "1\n"})
+    assert not mac.is_translated("linux", output=elsewhere)
+    assert elsewhere.calls == []
+
+
+def test_snapshots_of_the_volume_that_a_folder_is_on() -> None:
+    programs = Programs(**{"/": SNAPSHOTS, "/Volumes/disk": "Snapshots for disk /Volumes/disk:\n"})
+    home = Path("/Users/me/Library/Caches/firn")
+    assert len(mac.local_snapshots(home, "darwin", output=programs)) == 2
+    assert mac.local_snapshots(Path("/Volumes/disk/firn/a"), "darwin", output=programs) == []
+    assert [call[-1] for call in programs.calls] == ["/", "/Volumes/disk"]
+    assert mac.local_snapshots(home, "darwin", output=Programs()) == [], "tmutil failed"
+    assert mac.local_snapshots(home, "linux", output=programs) == []
+    assert len(programs.calls) == 2
