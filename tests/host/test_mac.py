@@ -33,7 +33,7 @@ class Programs:
 
 
 def test_the_system_is_called_by_its_own_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.mac_ver", lambda: ("16.0", ("", "", ""), "arm64"))
+    monkeypatch.setattr(mac, "mac_ver", lambda: ("16.0", ("", "", ""), "arm64"))
     programs = Programs(**{"kern.osproductversion": "26.1\n", "kern.osversion": "25B78\n"})
     assert mac.version(output=programs) == "26.1"
     assert mac.build(output=programs) == "25B78"
@@ -60,3 +60,34 @@ def test_snapshots_of_the_volume_that_a_folder_is_on() -> None:
     assert mac.local_snapshots(home, "darwin", output=Programs()) == [], "tmutil failed"
     assert mac.local_snapshots(home, "linux", output=programs) == []
     assert len(programs.calls) == 2
+
+
+def test_a_mac_is_the_same_in_every_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = Programs(**{"hw.model": "Mac16,5\n", "hw.memsize": "137438953472\n"})
+    monkeypatch.setattr(mac, "node", lambda: "dhcp-17.example.com")
+    assert mac.machine_id("darwin", output=programs) == "Mac16,5-137438953472"
+    assert mac.machine_id("darwin", output=Programs()) == "dhcp-17.example.com"
+    assert mac.machine_id("linux", output=programs) == "dhcp-17.example.com"
+
+
+def test_the_thread_that_computes_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    classes: list[tuple[int, int]] = []
+
+    class Library:
+        def __init__(self, name: str | None) -> None:
+            if name == "refuses":
+                self.pthread_set_qos_class_self_np = lambda qos, priority: 22  # EINVAL
+            elif name != "older":
+                self.pthread_set_qos_class_self_np = self._set
+
+        def _set(self, qos: int, priority: int) -> int:
+            classes.append((qos, priority))
+            return 0
+
+    monkeypatch.setattr(mac.ctypes, "CDLL", Library)
+    assert mac.put_first("darwin")
+    assert classes == [(0x19, 0)]
+    assert not mac.put_first("darwin", libc="older")
+    assert not mac.put_first("darwin", libc="refuses")
+    assert not mac.put_first("linux")
+    assert len(classes) == 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import platform
+import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from platform import mac_ver, node, release
 
 from firn.host.programs import output_of
 
@@ -22,13 +23,23 @@ def sysctl(name: str, *, output: Output = output_of) -> str:
 
 
 def version(*, output: Output = output_of) -> str:
-    """'26.1'. A Python that was built before macOS 26 calls it 16.0, and so does `platform`."""
-    return sysctl("kern.osproductversion", output=output) or platform.mac_ver()[0]
+    """'26.1'. A Python that was built before macOS 26 calls it 16.0, and so does its `platform`."""
+    return sysctl("kern.osproductversion", output=output) or mac_ver()[0]
 
 
 def build(*, output: Output = output_of) -> str:
     """'25B78': changes with every update of the system."""
-    return sysctl("kern.osversion", output=output) or platform.release()
+    return sysctl("kern.osversion", output=output) or release()
+
+
+def machine_id(platform: str = sys.platform, *, output: Output = output_of) -> str:
+    """Which machine, or at least which kind of machine, this is: what was measured on it holds.
+
+    A Mac's name changes with the network that it is in; its model and memory do not.
+    """
+    model = sysctl("hw.model", output=output) if platform == "darwin" else ""
+    nbytes = sysctl("hw.memsize", output=output) if model else ""
+    return f"{model}-{nbytes}" if model else node()
 
 
 def is_translated(platform: str = sys.platform, *, output: Output = output_of) -> bool:
@@ -58,3 +69,21 @@ def _volume(folder: Path) -> str:
     """Where its volume is mounted. Nearly everything outside /Volumes is on the one of /."""
     parts = folder.parts[:3]
     return str(Path(*parts)) if parts[:2] == ("/", "Volumes") and len(parts) == 3 else "/"
+
+
+# --- threads -------------------------------------------------------------------------------
+
+USER_INITIATED = 0x19
+"""QOS_CLASS_USER_INITIATED: somebody waits for it. Other threads stay at the default."""
+
+
+def put_first(platform: str = sys.platform, *, libc: str | None = None) -> bool:
+    """Have macOS run this thread on its fast cores and before those of programs in the background,
+    even if the process was started in the background itself. Returns whether it does."""
+    if platform != "darwin":
+        return False
+    try:
+        set_class = ctypes.CDLL(libc).pthread_set_qos_class_self_np
+    except (OSError, AttributeError):
+        return False
+    return int(set_class(USER_INITIATED, 0)) == 0

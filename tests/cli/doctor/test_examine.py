@@ -20,7 +20,7 @@ from mlx_lm.models import qwen3
 from rich.console import Console
 
 from firn.assembly import memory as memory_plans
-from firn.backends import named
+from firn.backends import named, product_check
 from firn.backends.cpu.dtype import widened_nbytes
 from firn.backends.report import DeviceReport
 from firn.cli.doctor import examine
@@ -318,6 +318,25 @@ def test_memory_on_a_mac() -> None:
     )
     assert vm_stat_available(text, page_nbytes=10) == 1350
     assert vm_stat_available("", page_nbytes=10) is None
+
+
+def test_a_device_that_multiplies_wrongly_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert product_check.product_error() < product_check.LARGEST_ERROR
+    assert any(f.topic == "products" and f.mark == "ok" for f in machine_findings(tmp_path))
+    for wrong in (mx.zeros_like, lambda product: product * mx.nan):
+
+        def multiply(left: mx.array, right: mx.array, wrong: object = wrong) -> mx.array:
+            return wrong(left @ right) if len(left) > 1 else left @ right  # type: ignore[operator]
+
+        error = product_check.product_error(multiply)
+        assert error > 0.5
+        monkeypatch.setattr(product_check, "product_error", lambda error=error: error)
+        assert any(
+            f.topic == "products" and f.mark == "problem" for f in machine_findings(tmp_path)
+        )
+        monkeypatch.undo()
 
 
 def test_what_snapshots_keep_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,17 @@ def _device_findings(backend: ComputeBackend) -> Iterator[Finding]:
     yield Finding("device", text)
     for topic, more, is_odd in backend.describe(default_cache_dir()):
         yield Finding(topic, more, "note" if is_odd else "ok")
+    yield _product_finding()
+
+
+def _product_finding() -> Finding:
+    from firn.backends.product_check import LARGEST_ERROR, product_error
+
+    error = product_error()
+    if error <= LARGEST_ERROR:
+        return Finding("products", f"bfloat16 products are right to {error:.1%} of the largest")
+    text = f"bfloat16 products are wrong by {error:.0%}: no reply of this device can be trusted"
+    return Finding("products", text, "problem")
 
 
 def _memory_finding(system: SystemMemory) -> Finding:
