@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import plistlib
+import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tools import service_round
 
 from firn.cli.service.commands import _absolute, _check
 from firn.core.errors import SetupError
 from firn.host.services.service import START, ServiceSettings
+from tests import one_blas
 
 
 def firn(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -162,3 +165,31 @@ def test_only_paths_are_taken_for_paths(tmp_path: Path, monkeypatch: pytest.Monk
         "qwen",
     )
     assert _absolute(words) == (*words[:-1], str(tmp_path / "qwen"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the stand-in is for systemd")
+def test_a_round_with_a_real_server(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the workflow does on a Mac."""
+    stand_in = home / "bin" / "systemctl"
+    program = Path(__file__).with_name("systemctl.py")
+    stand_in.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')
+    one_blas.remember(home / ".cache")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("SYSTEMCTL_HOME", str(home))
+    monkeypatch.setenv("PATH", f"{home / 'bin'}:{os.environ['PATH']}")
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = service_round.main(["--port", str(port)])
+    told = capfd.readouterr()
+    assert code == 0, f"{told.out}\n{told.err}\n{(home / 'log').read_text()}"
+    assert "after the restart: a reply of" in told.out
+    assert not (home / "pid").exists()
+    expected = firn(home, "install", "firn-demo")
+    assert expected.returncode == 0
+    assert service_round.main(["--port", str(port)]) == 1, "somebody's own service is left alone"
+    assert firn(home, "uninstall").returncode == 0
