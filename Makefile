@@ -28,7 +28,7 @@ WORKERS ?= 3
 JOBS ?= 2
 # The tests start firn dozens of times, and each worker imports all of them: compile only once.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check mutants real suites sweep soak wheel macos-wheels mac fmt clean venv
+.PHONY: help demo test check mutants real suites sweep soak wheel macwheels mac fmt clean venv
 
 help:
 	@echo "make demo    start the server on a built-in model, talk to it, show the times (a minute)"
@@ -42,7 +42,7 @@ help:
 	@echo "make soak    real servers under faults, kills and traffic (half an hour)"
 	@echo "make wheel   build the wheel into dist/, install it alone and use it (two minutes)"
 	@echo "make mac     what only a Mac can tell, as a report to send (half an hour)"
-	@echo "make macos-wheels  resolve firn for Macs, with wheels alone (needs a package index)"
+	@echo "make macwheels  resolve firn for Macs, with wheels alone (needs a package index)"
 	@echo "make clean   remove .venv and everything that was generated"
 
 demo: venv
@@ -79,7 +79,7 @@ soak: venv
 wheel: venv
 	@$(PY) tools/wheel_smoke.py --keep dist
 
-macos-wheels: venv
+macwheels: venv
 	@$(PY) tools/macos_wheels.py $(ARGS)
 
 # Works elsewhere too, so that it is known to work; its figures are a Mac's only there.

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tools import macos_wheels
 
 UV = f"""#!{sys.executable}
