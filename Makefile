@@ -28,7 +28,7 @@ WORKERS ?= 3
 JOBS ?= 2
 # The tests start firn dozens of times, and each worker imports all of them: compile only once.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check mutants real suites sweep soak wheel fmt clean venv
+.PHONY: help demo test check mutants real suites sweep soak wheel macwheels mac fmt clean venv
 
 help:
 	@echo "make demo    start the server on a built-in model, talk to it, show the times (a minute)"
@@ -41,6 +41,8 @@ help:
 	@echo "make sweep   test every architecture of mlx-lm and mlx-vlm (long)"
 	@echo "make soak    real servers under faults, kills and traffic (half an hour)"
 	@echo "make wheel   build the wheel into dist/, install it alone and use it (two minutes)"
+	@echo "make mac     what only a Mac can tell, as a report to send (half an hour)"
+	@echo "make macwheels  resolve firn for Macs, with wheels alone (needs a package index)"
 	@echo "make clean   remove .venv and everything that was generated"
 
 demo: venv
@@ -77,6 +79,13 @@ soak: venv
 wheel: venv
 	@$(PY) tools/wheel_smoke.py --keep dist
 
+macwheels: venv
+	@$(PY) tools/macos_wheels.py $(ARGS)
+
+# Works elsewhere too, so that it is known to work; its figures are a Mac's only there.
+mac: venv
+	@$(PY) tools/mac_report.py $(ARGS)
+
 fmt: venv
 	@$(PY) -m ruff format $(SOURCES)
 	@$(PY) -m ruff check --fix $(SOURCES)
@@ -88,7 +97,7 @@ clean:
 venv: $(STAMP)
 
 # The first of these that is new enough, unless PYTHON is given.
-PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11 python)
+PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 $(STAMP): pyproject.toml Makefile

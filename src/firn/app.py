@@ -32,6 +32,7 @@ from firn.core.fair_pool import FairPool
 from firn.core.values import GenerateRequest
 from firn.engine import Engine
 from firn.host.awake import Awake
+from firn.host.mac import put_first
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import (
     end_at_next_signal,
@@ -99,7 +100,7 @@ class Server:
     def own_process(self) -> None:
         """The process runs only this server: its engine must not wait long for other threads."""
         sys.setswitchinterval(SWITCH_S)
-        self.engine.call(lambda parts: parts.own_process())
+        self.engine.call(_own_thread)
 
     def lose_rank(self) -> None:
         """Fail all requests: the engine may hang in a collective that the lost rank has left."""
@@ -116,6 +117,12 @@ class Server:
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
         self.sharding.end()
         self.pool.close()
+
+
+def _own_thread(parts: ServerParts) -> None:
+    """On the engine's thread."""
+    parts.own_process()
+    put_first()
 
 
 def check(config: Config) -> None:

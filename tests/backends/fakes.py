@@ -87,3 +87,8 @@ def with_memory(
 
 def is_on_cuda() -> bool:
     return mx.default_device() != mx.Device(mx.cpu) and not mx.metal.is_available()
+
+
+def is_on_a_virtual_gpu() -> bool:
+    """As on hosted Macs: it runs Metal's kernels, but not to a real GPU's bits."""
+    return "Paravirtual" in str(mx.device_info().get("device_name", ""))

@@ -15,6 +15,7 @@ from firn.config import (
     BUILTIN_MODEL,
     OPTIONS,
     SECTIONS,
+    CacheConfig,
     Config,
     Origin,
     UsageError,
@@ -22,6 +23,7 @@ from firn.config import (
     load,
     unknown_variables,
 )
+from firn.config.cache import default_write_budget_gb
 from firn.config.options import BadValue, Option, option, options_of
 from firn.core.errors import SetupError
 
@@ -397,6 +399,13 @@ def test_names_follow_from_the_field() -> None:
     item = SAMPLE["limit_gb"]
     assert (item.key, item.flag, item.env) == ("sample.limit_gb", "--limit-gb", "FIRN_LIMIT_GB")
     assert SAMPLE["bits"].metavar == "8|4"
+
+
+def test_a_days_writes_fit_on_a_macs_disk_beside_the_cache() -> None:
+    """Its snapshots keep them all for a day."""
+    assert default_write_budget_gb("linux") == 64
+    assert default_write_budget_gb("darwin") == 20
+    assert CacheConfig().ssd_write_budget_gb_per_day == default_write_budget_gb()
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def launch(*arguments: str, folder: Path, port: int = 0) -> Ranks:
     for rank in range(N_RANKS):
         log = folder / f"rank-{rank}.log"
         environ = {**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
-        environ["XDG_CACHE_HOME"] = str(folder / "home")
+        environ["XDG_CACHE_HOME"] = environ["HOME"] = str(folder / "home")  # a Mac knows HOME only
         with log.open("wb") as f:
             processes.append(
                 subprocess.Popen([sys.executable, *arguments], stdout=f, stderr=f, env=environ)

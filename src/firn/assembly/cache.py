@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from firn.core.memory_plan import STORE_QUEUE_NBYTES
 from firn.core.units import GIB, MIB
 from firn.core.values import ModelInfo, Namespace
 from firn.host.backups import exclude_from_backups
+from firn.host.mac import machine_id
 from firn.models.load.loader import LoadedModel
 
 log = logging.getLogger("firn")
@@ -151,7 +151,7 @@ def add_tiers(
             wake=wake,
         )
         worker = sharding.worker_over(own, cache)
-        where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
+        where = re.sub(r"[^\w-]", "-", f"{device}-{machine_id()}")
         cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
         cache.add_tier(name, worker, namespaces=namespaces)
         note_model(folder, model.fingerprint, ModelNote(model.name, model.path))

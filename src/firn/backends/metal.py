@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from firn.backends.contract import ComputeBackend
+from firn.backends.apple import AppleKernels
+from firn.backends.contract import BackendOptions, ComputeBackend
 from firn.backends.memory import DeviceMemory
 from firn.backends.profile import DeviceProfile
 from firn.core.memory_plan import MemoryPlan
@@ -46,7 +49,23 @@ class MetalBackend(ComputeBackend):
     def __init__(self, mlx: Any = mx) -> None:
         """mlx: has MLX's calls that only Metal knows."""
         super().__init__()
+        self._mlx = mlx
+        self._is_exact = False
         self.memory = MetalMemory(self.profile, mlx)
+
+    def install(self, options: BackendOptions) -> None:
+        self._is_exact = options.exact
+
+    @property
+    def arithmetic(self) -> str:
+        return self._kernels.identity() if self._is_exact else ""
+
+    @property
+    def _kernels(self) -> AppleKernels:
+        return AppleKernels.here(self._mlx.device_info())
+
+    def describe(self, cache_folder: Path) -> Iterator[tuple[str, str, bool]]:
+        yield from self._kernels.findings()
 
 
 def backend() -> MetalBackend:

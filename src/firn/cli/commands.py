@@ -21,7 +21,7 @@ from firn.cli.models.commands import models_app, pull
 from firn.cli.options.flags import with_config
 from firn.cli.options.help import OptionsCommand
 from firn.cli.options.parameters import DEFAULT_URL, ApiKey, CacheDir, ConfigFile, ModelsDir, Url
-from firn.cli.service import service_app
+from firn.cli.service.commands import service_app
 from firn.config import Config, UsageError, load
 from firn.core.bounds import SAMPLING
 from firn.core.errors import FirnError

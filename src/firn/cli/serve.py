@@ -9,7 +9,8 @@ import typer
 
 from firn.config import Config, unknown_variables
 from firn.core.errors import SetupError
-from firn.host.machine import is_loopback, is_translated, most_descriptors
+from firn.host.mac import is_translated
+from firn.host.machine import is_loopback, most_descriptors
 
 MLX_LM_FILES = 4096
 """mlx-lm sets this limit when it is imported, and fails if it cannot."""

@@ -13,6 +13,12 @@ from firn.config.options import option
 from firn.core.errors import SetupError
 
 
+def default_write_budget_gb(platform: str = sys.platform) -> float:
+    """GiB a day. On macOS, Time Machine's local snapshots keep what was written and deleted again for
+    a day, so a day's writes must fit on the disk beside the cache."""
+    return 20.0 if platform == "darwin" else 64.0
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     disable_prefix_cache: bool = option(False, "Recompute every prompt and store nothing.")
@@ -67,7 +73,7 @@ class CacheConfig:
     )
     """0: depends on the free disk space."""
     ssd_write_budget_gb_per_day: float = option(
-        64.0,
+        default_write_budget_gb(),
         "GiB that may be written to that folder in 24 hours, so that the disk lasts; 0 for no limit.",
         low=0,
         high=1 << 20,

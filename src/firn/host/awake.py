@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from firn.host.programs import started
+
 log = logging.getLogger("firn")
 
 LINGER_S = 5.0
@@ -58,12 +60,7 @@ class Awake:
 
     def _start(self) -> None:
         try:
-            self._process = subprocess.Popen(
-                self._holder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            self._process = started(self._holder)
         except OSError as e:
             log.warning("this machine may fall asleep while requests run: %s", e)
             self._holder = ()

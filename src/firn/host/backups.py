@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from firn.core.private_folder import make_private
+from firn.host.programs import output_of
 
 log = logging.getLogger("firn")
 
@@ -21,13 +22,12 @@ Run = Callable[[Sequence[str]], str]
 
 
 def exclude_from_backups(
-    folder: Path, *, platform: str = sys.platform, run: Run | None = None
+    folder: Path, *, platform: str = sys.platform, run: Run = output_of
 ) -> bool:
     """Exclude a folder; returns whether it is excluded now. The mark stays with the folder when it
     moves."""
     if platform != "darwin":
         return False
-    run = run or _run
     try:
         make_private(folder)
         if "[Excluded]" in run((TMUTIL, "isexcluded", str(folder))):
@@ -37,8 +37,3 @@ def exclude_from_backups(
         log.warning("Time Machine may back up %s: %s", folder, e)
         return False
     return True
-
-
-def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    return done.stdout

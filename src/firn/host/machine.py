@@ -9,9 +9,10 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from firn.host.programs import output_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ def _number_in(path: Path) -> int | None:
 
 def _mac_available() -> int | None:
     try:
-        run = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True, timeout=10)
+        text = output_of(("/usr/bin/vm_stat",))
     except (OSError, subprocess.SubprocessError):
         return None
-    return vm_stat_available(run.stdout, page_nbytes=os.sysconf("SC_PAGE_SIZE"))
+    return vm_stat_available(text, page_nbytes=os.sysconf("SC_PAGE_SIZE"))
 
 
 def vm_stat_available(text: str, *, page_nbytes: int) -> int | None:
@@ -71,21 +72,6 @@ def vm_stat_available(text: str, *, page_nbytes: int) -> int | None:
     rows = (line.partition(":") for line in text.splitlines())
     pages = [int(value.strip(" .")) for name, _, value in rows if name in wanted]
     return sum(pages) * page_nbytes if pages else None
-
-
-def is_translated(platform: str = sys.platform, read: Callable[[], str] | None = None) -> bool:
-    """Whether this is an x86-64 Python, translated by Rosetta on an Apple processor."""
-    if platform != "darwin":
-        return False
-    try:
-        return (read or _proc_translated)().strip() == "1"
-    except (OSError, subprocess.SubprocessError):  # an Intel Mac does not know this sysctl
-        return False
-
-
-def _proc_translated() -> str:
-    command = ["/usr/sbin/sysctl", "-n", "sysctl.proc_translated"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
 
 
 def disk_free(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from firn.cache.storage.faults import Missing
+from firn.cache.tiers import _folder
 from firn.cache.tiers._folder import QUARANTINE_FILES
 from tests.cache.tiers.folders import Clock, files, put
 from tests.cache.tiers.records import Folder, of_size, record
@@ -199,3 +201,24 @@ def test_links_are_neither_followed_nor_counted(
     assert tier.usage().nbytes < 100_000
     tier.evict_to(0)
     assert there.exists()
+
+
+def test_what_a_mac_writes_does_not_fill_its_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, int]] = []
+    real = _folder.fcntl.fcntl
+
+    def fcntl(fd: int, command: int, argument: int = 0) -> int:
+        if command != 48:
+            return int(real(fd, command, argument))
+        calls.append((os.fstat(fd).st_size, argument))
+        raise OSError(errno.ENOTSUP, "not on this file system")
+
+    monkeypatch.setattr(_folder, "NO_CACHE", 48)  # F_NOCACHE
+    monkeypatch.setattr(_folder.fcntl, "fcntl", fcntl)
+    folder = Folder(tmp_path / "records", MIB)
+    new = record()
+    put(folder, new)
+    assert calls == [(0, 1)], "before its bytes are written"
+    assert len(files(tmp_path / "records")) == 1

@@ -46,6 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     tmp = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp / "cache"))
+        patch.setenv("HOME", str(tmp))  # where a Mac's caches are
         config = Config(
             model=ModelConfig(path=MODEL),
             cache=CacheConfig(cache_memory_mb=256, cache_block_tokens=64, no_ssd_cache=True),

@@ -20,9 +20,10 @@ from mlx_lm.models import qwen3
 from rich.console import Console
 
 from firn.assembly import memory as memory_plans
-from firn.backends import named
+from firn.backends import named, product_check
 from firn.backends.cpu.dtype import widened_nbytes
 from firn.backends.report import DeviceReport
+from firn.cli.doctor import examine
 from firn.cli.doctor.examine import (
     Finding,
     as_computed,
@@ -33,6 +34,7 @@ from firn.cli.doctor.examine import (
     machine_of,
     model_findings,
     model_of,
+    snapshot_findings,
     template_findings,
     verdict,
 )
@@ -43,7 +45,6 @@ from firn.host.machine import (
     SystemMemory,
     disk_free,
     is_loopback,
-    is_translated,
     memory,
     usable_cores,
     vm_stat_available,
@@ -319,15 +320,36 @@ def test_memory_on_a_mac() -> None:
     assert vm_stat_available("", page_nbytes=10) is None
 
 
-def test_a_python_for_intel_macs_is_noticed() -> None:
-    assert is_translated("darwin", lambda: "1\n")
-    assert not is_translated("darwin", lambda: "0\n")
-    assert not is_translated("linux", lambda: "1\n")
+def test_a_device_that_multiplies_wrongly_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert product_check.product_error() < product_check.LARGEST_ERROR
+    assert any(f.topic == "products" and f.mark == "ok" for f in machine_findings(tmp_path))
+    for wrong in (mx.zeros_like, lambda product: product * mx.nan):
 
-    def unknown() -> str:
-        raise subprocess.CalledProcessError(1, "sysctl")
+        def multiply(left: mx.array, right: mx.array, wrong: object = wrong) -> mx.array:
+            return wrong(left @ right) if len(left) > 1 else left @ right  # type: ignore[operator]
 
-    assert not is_translated("darwin", unknown)
+        error = product_check.product_error(multiply)
+        assert error > 0.5
+        monkeypatch.setattr(product_check, "product_error", lambda error=error: error)
+        assert any(
+            f.topic == "products" and f.mark == "problem" for f in machine_findings(tmp_path)
+        )
+        monkeypatch.undo()
+
+
+def test_what_snapshots_keep_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(snapshot_findings(tmp_path, [])) == []
+    for free, mark in ((GIB, "note"), (500 * GIB, "ok")):
+        monkeypatch.setattr(examine, "disk_free", lambda folder, free=free: free)
+        (finding,) = snapshot_findings(tmp_path, ["com.apple.TimeMachine.2026-11-18-101010.local"])
+        assert finding.mark == mark
+        assert "--ssd-write-budget-gb-per-day" in finding.text
+    asked: list[Path] = []
+    monkeypatch.setattr(examine.mac, "local_snapshots", lambda f: asked.append(f) or ["one"])
+    assert any("1 local snapshots" in f.text for f in machine_findings(tmp_path))
+    assert asked == [tmp_path]
 
 
 def test_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:

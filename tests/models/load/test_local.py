@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_models_in_lm_studios_folders_are_found(home: Path) -> None:
-    folders = {f.name: f.folder for f in local.lm_studio_models(home)}
+    folders = {f.name: f.folder for f in local.other_programs_models(home)}
     assert list(folders) == ["a/same", "b/same", "mlx-community/Qwen3-4B-4bit", "old/one"]
     assert ".lmstudio" in str(folders["a/same"]), "the newer place wins"
 
@@ -67,7 +68,28 @@ def test_a_home_that_was_moved_is_found(tmp_path: Path) -> None:
     put(elsewhere, "x/moved", "config.json", "m.safetensors", under="models")
     (tmp_path / ".lmstudio-home-pointer").write_text(f"{elsewhere}\n")
     assert local.find("x/moved", tmp_path) == elsewhere / "models/x/moved"
-    assert local.lm_studio_models(tmp_path / "nobody") == []
+    assert local.other_programs_models(tmp_path / "nobody") == []
+
+
+def test_models_in_omlx_folders_are_found(tmp_path: Path) -> None:
+    under = ".omlx/models"
+    flat = put(tmp_path, "Qwen3-8B-4bit", "config.json", "m.safetensors", under=under)
+    put(tmp_path, "Qwen3-8B-4bit/inner", "config.json", "m.safetensors", under=under)
+    put(tmp_path, "mlx-community/owned", "config.json", "m.safetensors", under=under)
+    put(tmp_path, "mlx-community/owned", "config.json", "m.safetensors")
+    models = {m.name: m for m in local.other_programs_models(tmp_path)}
+    assert list(models) == ["Qwen3-8B-4bit", "mlx-community/owned"]
+    assert models["Qwen3-8B-4bit"].program == "oMLX"
+    assert models["mlx-community/owned"].program == "LM Studio", "the first"
+    assert local.find("qwen3-8b-4bit", tmp_path, tmp_path / "no") == flat
+    disk = put(tmp_path, "elsewhere", "config.json", "m.safetensors", under="disk")
+    settings = {"model": {"model_dirs": [str(disk.parent), 3], "model_dir": str(disk.parent)}}
+    (tmp_path / ".omlx" / "settings.json").write_text(json.dumps(settings))
+    assert local.find("elsewhere", tmp_path, tmp_path / "no") == disk
+    assert local.find("qwen3-8b-4bit", tmp_path, tmp_path / "no") == flat, "its default, too"
+    for damaged in ("", "[]", '{"model": []}', '{"model": {"model_dirs": 3}}'):
+        (tmp_path / ".omlx" / "settings.json").write_text(damaged)
+        assert local.find("qwen3-8b-4bit", tmp_path, tmp_path / "no") == flat
 
 
 def test_a_model_of_lm_studio_is_served_without_a_download(

@@ -57,6 +57,8 @@ QUARANTINE_FILES, QUARANTINE_SHARE = 32, 16
 ABANDONED_S = 3600.0
 """Where files cannot be locked, a temp file of this age counts as abandoned."""
 N_HOURS = 24
+NO_CACHE: int | None = getattr(fcntl, "F_NOCACHE", None)
+"""macOS: keep none of a file's pages. A record that was just written is in memory anyway."""
 POLL_S, MAX_POLL_S = 0.0002, 0.002
 NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 REASONS = {
@@ -271,6 +273,9 @@ class Disk:
     def create(self, path: str) -> int:
         """A new temp file, locked for as long as its writer lives."""
         fd = self.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        if NO_CACHE is not None:
+            with contextlib.suppress(OSError):  # other file systems than Apple's may not know it
+                fcntl.fcntl(fd, NO_CACHE, 1)
         self.try_lock(fd)
         return fd
 

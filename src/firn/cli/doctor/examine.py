@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -32,7 +33,8 @@ from firn.core.memory_plan import (
     plan_memory,
 )
 from firn.core.units import GIB
-from firn.host.machine import SystemMemory, disk_free, is_translated, memory
+from firn.host import mac
+from firn.host.machine import SystemMemory, disk_free, memory
 
 if TYPE_CHECKING:
     from firn.backends.contract import ComputeBackend
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 LOW_DISK_NBYTES = 2 * GIB
 """With less, neither a cache on disk nor a download makes sense."""
+SNAPSHOT_DISK_NBYTES = 50 * GIB
+"""With less, what snapshots keep may fill the disk."""
 ROSETTA = (
     "This Python was built for Intel Macs and runs under Rosetta: MLX needs one for Apple silicon "
     "(from python.org, or `arch -arm64 brew install python`)."
@@ -168,8 +172,8 @@ def machine_findings(cache_dir: Path) -> Iterator[Finding]:
     yield _version("mlx", f"not installed; {INSTALL_HINT}", missing="problem")
     yield _version("mlx-lm", "not installed; install firn again", missing="problem")
     yield _version("mlx-vlm", "not installed; pictures need firn[vision]", missing="ok")
-    yield Finding("platform", f"{platform.platform()}, {platform.machine()}")
-    if is_translated():
+    yield Finding("platform", f"{_system()}, {platform.machine()}")
+    if mac.is_translated():
         yield Finding("", ROSETTA, "problem")
     backend = _backend()
     if backend is None:
@@ -178,6 +182,11 @@ def machine_findings(cache_dir: Path) -> Iterator[Finding]:
         yield from _device_findings(backend)
     yield _memory_finding(memory())
     yield _disk_finding(cache_dir)
+    yield from snapshot_findings(cache_dir, mac.local_snapshots(cache_dir))
+
+
+def _system() -> str:
+    return f"macOS {mac.version()}" if sys.platform == "darwin" else platform.platform()
 
 
 def _version(package: str, otherwise: str, *, missing: Mark) -> Finding:
@@ -209,6 +218,17 @@ def _device_findings(backend: ComputeBackend) -> Iterator[Finding]:
     yield Finding("device", text)
     for topic, more, is_odd in backend.describe(default_cache_dir()):
         yield Finding(topic, more, "note" if is_odd else "ok")
+    yield _product_finding()
+
+
+def _product_finding() -> Finding:
+    from firn.backends.product_check import LARGEST_ERROR, product_error
+
+    error = product_error()
+    if error <= LARGEST_ERROR:
+        return Finding("products", f"bfloat16 products are right to {error:.1%} of the largest")
+    text = f"bfloat16 products are wrong by {error:.0%}: no reply of this device can be trusted"
+    return Finding("products", text, "problem")
 
 
 def _memory_finding(system: SystemMemory) -> Finding:
@@ -228,6 +248,16 @@ def _disk_finding(folder: Path) -> Finding:
     mark: Mark = "note" if free < LOW_DISK_NBYTES else "ok"
     little = ": not much for a cache" if mark == "note" else ""
     return Finding("disk", f"{size(free)} free at {folder}{little}", mark)
+
+
+def snapshot_findings(folder: Path, snapshots: Sequence[str]) -> Iterator[Finding]:
+    if snapshots:
+        text = (
+            f"{len(snapshots)} local snapshots of Time Machine keep what was deleted from this volume "
+            f"since, for a day: what a server writes, up to --ssd-write-budget-gb-per-day, takes space "
+            "beside the cache itself. `tmutil thinlocalsnapshots / 20000000000 4` frees it"
+        )
+        yield Finding("", text, "note" if disk_free(folder) < SNAPSHOT_DISK_NBYTES else "ok")
 
 
 def _unusable(folder: Path) -> str:

@@ -88,9 +88,9 @@ class ModelOnDisk:
 
 def local_models(models_dir: Path | None) -> list[ModelOnDisk]:
     """The models in the folder; if None, those of packages, those with weights in the hub's cache, and
-    LM Studio's."""
+    those of LM Studio and oMLX."""
     if models_dir is None:
-        return [*_packaged_models(), *_hub_models(), *_lm_studio_models()]
+        return [*_packaged_models(), *_hub_models(), *_other_programs_models()]
     from firn.fleet.catalogue import folders
 
     if not models_dir.is_dir():
@@ -124,12 +124,12 @@ def _hub_models() -> list[ModelOnDisk]:
     return models
 
 
-def _lm_studio_models() -> list[ModelOnDisk]:
-    from firn.models.load.local import lm_studio_models
+def _other_programs_models() -> list[ModelOnDisk]:
+    from firn.models.load.local import other_programs_models
 
     return [
-        ModelOnDisk(model.name, model.folder, _nbytes(model.folder), owner="LM Studio")
-        for model in lm_studio_models()
+        ModelOnDisk(model.name, model.folder, _nbytes(model.folder), owner=model.program)
+        for model in other_programs_models()
     ]
 
 

@@ -1,10 +1,13 @@
-"""Models that other programs have downloaded to this machine: the hub's cache, LM Studio's folder.
+"""Models that other programs have downloaded to this machine: the hub's cache, LM Studio's and oMLX's
+folders. Ollama keeps MLX models as one blob for each tensor, in a quantisation of its own: those
+cannot be served in place.
 
 Reads directories and small files only; imports no MLX.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +15,21 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model in MLX's format. name: "owner/model"."""
+    """A model in MLX's format. name: "owner/model", or "model" where a program keeps no owners.
+    program: which one keeps it."""
 
     name: str
     folder: Path
+    program: str
 
 
-def lm_studio_models(home: Path | None = None) -> list[LocalModel]:
-    """LM Studio's models in MLX's format; not those in llama.cpp's."""
-    by_name = {m.name: m for root in reversed(_roots(home or Path.home())) for m in _models(root)}
+def other_programs_models(home: Path | None = None) -> list[LocalModel]:
+    """LM Studio's and oMLX's models in MLX's format; not those in llama.cpp's. Of two with one name, the
+    first."""
+    home = home or Path.home()
+    models = [m for root in _lm_studio_roots(home) for m in _models(root, "LM Studio")]
+    models += [m for root in _omlx_roots(home) for m in _models(root, "oMLX")]
+    by_name = {model.name: model for model in reversed(models)}
     return [by_name[name] for name in sorted(by_name)]
 
 
@@ -38,17 +47,17 @@ def hub_models(cache: Path | None = None) -> list[LocalModel]:
         except (OSError, UnicodeDecodeError):
             continue
         if kind == "models" and _is_model(snapshot):
-            models.append(LocalModel(name.replace("--", "/", 1), snapshot))
+            models.append(LocalModel(name.replace("--", "/", 1), snapshot, "the hub"))
     return models
 
 
 def find(name: str, home: Path | None = None, cache: Path | None = None) -> Path | None:
-    """The folder of "owner/model" in LM Studio, or of "model" there or in the hub's cache.
+    """The folder of "owner/model" in another program's, or of "model" there or in the hub's cache.
 
     None: it is not here, or two owners have a model of that name. "owner/model" in the hub's cache is
     left to the hub's own library.
     """
-    wanted, models = name.lower(), lm_studio_models(home)
+    wanted, models = name.lower(), other_programs_models(home)
     if "/" not in name:
         models += hub_models(cache)
     matches = {
@@ -59,7 +68,7 @@ def find(name: str, home: Path | None = None, cache: Path | None = None) -> Path
     return next(iter(matches.values())) if len(matches) == 1 else None
 
 
-def _roots(home: Path) -> list[Path]:
+def _lm_studio_roots(home: Path) -> list[Path]:
     """Where LM Studio keeps models: the folder its user has chosen, then its newer and older default."""
     chosen = []
     try:
@@ -70,11 +79,29 @@ def _roots(home: Path) -> list[Path]:
     return [*chosen, home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"]
 
 
-def _models(root: Path) -> Iterator[LocalModel]:
-    for owner in _folders(root):
-        for folder in _folders(owner):
+def _omlx_roots(home: Path) -> list[Path]:
+    """The folders of oMLX's settings, or its default."""
+    base = home / ".omlx"
+    try:
+        model = json.loads((base / "settings.json").read_text(encoding="utf-8"))["model"]
+        named = [*(model.get("model_dirs") or ()), model.get("model_dir")]
+        chosen = [
+            Path(folder).expanduser() for folder in named if isinstance(folder, str) and folder
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+        chosen = []
+    return [*dict.fromkeys(chosen), base / "models"]
+
+
+def _models(root: Path, program: str) -> Iterator[LocalModel]:
+    """Models in the folder, and one below, in their owners' folders."""
+    for outer in _folders(root):
+        if _is_model(outer):
+            yield LocalModel(outer.name, outer, program)
+            continue
+        for folder in _folders(outer):
             if _is_model(folder):
-                yield LocalModel(f"{owner.name}/{folder.name}", folder)
+                yield LocalModel(f"{outer.name}/{folder.name}", folder, program)
 
 
 def _is_model(folder: Path) -> bool:

@@ -1,9 +1,8 @@
-"""Services of launchd and systemd: the files they would read, with fakes of their programs."""
+"""Services of systemd: the files it would read, with a fake of systemctl."""
 
 from __future__ import annotations
 
 import configparser
-import plistlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +12,16 @@ import pytest
 from firn import app
 from firn.core.errors import SetupError
 from firn.fleet import server as front
-from firn.host.supervisors import STOP_S, CommandResult, Launchd, Service, Systemd, supervisor
+from firn.host.services import supervisor
+from firn.host.services.launchd import Launchd
+from firn.host.services.service import STOP_S, CommandResult, Service, ServiceSettings
+from firn.host.services.systemd import Systemd
 
-SERVICE = Service(("model", "--port", "8123", "--api-key", 'k"%$x'), python="/opt/a b/python")
+SERVICE = Service(
+    ("model", "--port", "8123", "--api-key", 'k"%$x'),
+    {"HF_TOKEN": "hf_secret"},
+    python="/opt/a b/python",
+)
 
 
 class Fake:
@@ -41,41 +47,7 @@ def _no_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
 
 
-def test_a_launchd_agent(tmp_path: Path) -> None:
-    fake = Fake()
-    launchd = Launchd(tmp_path, run=fake, uid=501)
-    assert not launchd.status().installed
-    launchd.install(SERVICE)
-    plist = plistlib.loads(launchd.path.read_bytes())
-    assert plist["ProgramArguments"] == [
-        "/opt/a b/python", "-m", "firn", "serve", "model", "--port", "8123", "--api-key", 'k"%$x',
-    ]  # fmt: skip
-    assert plist["KeepAlive"] == {"SuccessfulExit": False}, "one that was stopped stays so"
-    assert plist["ExitTimeOut"] == STOP_S
-    assert plist["RunAtLoad"] is True
-    assert Path(plist["StandardErrorPath"]).parent.is_dir()
-    assert launchd.path.stat().st_mode & 0o077 == 0, "it may hold a key"
-    assert fake.verbs == ["bootout", "bootstrap"]
-    assert fake.calls[-1] == ("launchctl", "bootstrap", "gui/501", str(launchd.path))
-    assert launchd.logs(9, follow=True)[:4] == ("tail", "-n", "9", "-F")
-    assert launchd.uninstall()
-    assert not launchd.path.exists()
-
-
-def test_what_launchd_says_of_it(tmp_path: Path) -> None:
-    text = "gui/501/local.firn.server = {\n\tstate = running\n\n\tpid = 4711\n}"
-    launchd = Launchd(tmp_path, run=Fake(print=CommandResult(0, text)))
-    launchd.install(SERVICE)
-    assert launchd.status().running
-    assert launchd.status().text == "running, process 4711"
-    gone = Launchd(tmp_path, run=Fake(print=CommandResult(113, "Could not find service")))
-    assert not gone.status().running
-    refused = Launchd(tmp_path, run=Fake(bootstrap=CommandResult(5, "Input/output error")))
-    with pytest.raises(SetupError, match="Input/output error"):
-        refused.install(SERVICE)
-
-
-def test_a_systemd_unit(tmp_path: Path) -> None:
+def test_a_unit(tmp_path: Path) -> None:
     fake = Fake()
     systemd = Systemd(tmp_path, run=fake)
     systemd.install(SERVICE)
@@ -83,16 +55,32 @@ def test_a_systemd_unit(tmp_path: Path) -> None:
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(systemd.path)
     words = shlex.split(unit["Service"]["ExecStart"])
-    assert words[:4] == ["/opt/a b/python", "-m", "firn", "serve"]
+    assert words[:2] == ["/opt/a b/python", "-m"]
+    assert words[3:5] == [str(systemd.settings), "serve"]
     assert words[-1] == 'k"%%$$x', "neither a specifier nor a variable"
     assert int(unit["Service"]["TimeoutStopSec"]) == STOP_S
     assert unit["Service"]["Restart"] == "on-failure"
     assert systemd.path.stat().st_mode & 0o077 == 0
+    assert systemd.settings.stat().st_mode & 0o077 == 0
+    assert ServiceSettings.read(systemd.settings).environment == {"HF_TOKEN": "hf_secret"}
+    assert "hf_secret" not in systemd.path.read_text()
     assert fake.verbs == ["show", "daemon-reload", "enable", "restart"]
     assert systemd.uninstall()
+    assert not systemd.settings.exists()
     assert not systemd.uninstall()
     with pytest.raises(SetupError):
         systemd.install(Service(("a\nb",)))
+
+
+def test_a_restart(tmp_path: Path) -> None:
+    fake = Fake()
+    systemd = Systemd(tmp_path, run=fake)
+    with pytest.raises(SetupError, match="no service"):
+        systemd.restart()
+    systemd.install(SERVICE)
+    fake.calls.clear()
+    systemd.restart()
+    assert fake.verbs == ["restart"]
 
 
 def test_what_systemd_says_of_it(tmp_path: Path) -> None:
@@ -124,31 +112,24 @@ def test_without_a_session_nothing_is_installed(tmp_path: Path) -> None:
 
 
 def test_a_failed_install_leaves_the_service_that_was_there(tmp_path: Path) -> None:
-    for failing, working in (
-        (
-            Systemd(tmp_path, run=Fake(restart=CommandResult(1, "no"))),
-            Systemd(tmp_path, run=Fake()),
-        ),
-        (
-            Launchd(tmp_path, run=Fake(bootstrap=CommandResult(5, "no"))),
-            Launchd(tmp_path, run=Fake()),
-        ),
-    ):
-        with pytest.raises(SetupError):
-            failing.install(SERVICE)
-        assert not failing.path.exists()
-        working.install(SERVICE)
-        before = working.path.read_bytes()
-        with pytest.raises(SetupError):
-            failing.install(Service(("another",)))
-        assert failing.path.read_bytes() == before
+    failing = Systemd(tmp_path, run=Fake(restart=CommandResult(1, "no")))
+    with pytest.raises(SetupError):
+        failing.install(SERVICE)
+    assert not failing.path.exists()
+    assert not failing.settings.exists()
+    Systemd(tmp_path, run=Fake()).install(SERVICE)
+    before = failing.path.read_bytes(), failing.settings.read_bytes()
+    with pytest.raises(SetupError):
+        failing.install(Service(("another",), {"HF_TOKEN": "another"}))
+    assert (failing.path.read_bytes(), failing.settings.read_bytes()) == before
 
 
 def test_supervisors_wait_for_the_longest_stop() -> None:
     assert max(app.LEAVE_S, front.LEAVE_S) < STOP_S
 
 
-def test_each_system_has_its_own(tmp_path: Path) -> None:
+def test_each_system_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 501)
     assert isinstance(supervisor("darwin", tmp_path), Launchd)
     with pytest.raises(SetupError):
         supervisor("sunos5", tmp_path)

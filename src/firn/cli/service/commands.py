@@ -1,4 +1,4 @@
-"""`firn service`: names, flags and help texts. The work is in host/supervisors.py."""
+"""`firn service`: names, flags and help texts. The work is in host/services/."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ VALUE_FLAGS = frozenset(
 
 def service_app(guarded: Guard) -> typer.Typer:
     app = typer.Typer(
-        help="Run a server whenever you are logged in (launchd, systemd).",
+        help="Run a server whenever you are logged in, or this Mac is on (launchd, systemd).",
         no_args_is_help=True,
         rich_markup_mode=None,
     )
     app.command("install", context_settings=ANY_ARGUMENTS)(guarded(_install))
     app.command("uninstall")(guarded(_uninstall))
+    app.command("restart")(guarded(_restart))
     app.command("status")(guarded(_status))
     app.command("logs")(guarded(_logs))
     return app
@@ -46,15 +47,23 @@ def _install(context: typer.Context) -> None:
     """Install and start a server, with the arguments of `firn serve`, in place of an older one.
 
     For instance `firn service install mlx-community/Qwen3-4B-4bit --port 8000`. It restarts when it
-    fails, and at your next login. Environment variables do not reach it: give flags, or --config.
+    fails, and at your next login. On a Mac, sudo makes it start with the Mac and run as you.
+
+    Variables for downloads (HF_HOME, HF_TOKEN, proxies, certificates) and for MLX reach it as they are
+    now. FIRN_ variables do not: give flags, or --config.
     """
-    from firn.host.supervisors import Service, supervisor
+    from firn.host.services import supervisor
+    from firn.host.services.environment import passed_on
+    from firn.host.services.service import Service
 
     arguments = tuple(context.args)
     _check(arguments)
     launcher = supervisor()
-    launcher.install(Service(_absolute(arguments)))
+    environment = passed_on(os.environ)
+    launcher.install(Service(_absolute(arguments), environment))
     typer.echo(f"installed and started: {launcher.path}")
+    if environment:
+        typer.echo(f"with {', '.join(environment)}")
     unused = sorted(name for name in os.environ if name.startswith("FIRN_"))
     if unused:
         typer.echo(
@@ -104,16 +113,25 @@ def _is_own(model: str) -> bool:
 
 def _uninstall() -> None:
     """Stop the service and remove it. Models and cached prompts stay."""
-    from firn.host.supervisors import supervisor
+    from firn.host.services import supervisor
 
     if not supervisor().uninstall():
         raise SetupError("There is no service to remove.")
     typer.echo("removed")
 
 
+def _restart() -> None:
+    """Stop the service, once running replies have ended, and start it again."""
+    from firn.host.services import supervisor
+
+    launcher = supervisor()
+    launcher.restart()
+    typer.echo(f"restarted: {launcher.path}")
+
+
 def _status() -> None:
     """Show whether the service is installed and running; exit code 1 if it is not."""
-    from firn.host.supervisors import supervisor
+    from firn.host.services import supervisor
 
     launcher = supervisor()
     status = launcher.status()
@@ -129,7 +147,7 @@ def _logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines.")] = False,
 ) -> None:
     """Show what the service has logged."""
-    from firn.host.supervisors import supervisor
+    from firn.host.services import supervisor
 
     command = supervisor().logs(lines, follow=follow)
     try:

@@ -1,0 +1,1 @@
+"""`firn service`: `commands` for the command line, `start` for what a supervisor runs."""
