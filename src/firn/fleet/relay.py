@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from firn.api.calls.generate import while_connected
 from firn.api.calls.quotas import FixedMeter, Quotas
 from firn.api.dialects import ApiCall, Dialect, Encoder, ReplyHead
 from firn.api.http import sse
 from firn.api.http.auth import Caller, Keys
-from firn.api.http.body import INLINE_NBYTES, ClientGone, decoded
+from firn.api.http.body import INLINE_NBYTES, ClientGone, decoded, while_connected
 from firn.api.http.body_reader import BodyReader
 from firn.api.http.exchange import Exchange, exchange_of, send_json, send_raw_json
 from firn.api.http.fields import Fields

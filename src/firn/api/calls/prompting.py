@@ -54,9 +54,8 @@ async def gathered(
     services: Services, request: GenerateRequest, owner: Namespace
 ) -> GenerateRequest:
     """The request with all it refers to: pictures from their addresses, texts of documents."""
-    for gather in (services.fetch_pictures, services.read_documents):
-        if gather is not None:
-            request = await gather(request, owner)
+    for gather in services.gathers:
+        request = await gather(request, owner)
     return request
 
 

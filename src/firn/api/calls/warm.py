@@ -50,7 +50,7 @@ def _request(entry: object, defaults: Defaults) -> GenerateRequest:
 
 async def compute(services: Services, requests: Sequence[GenerateRequest]) -> None:
     """Run every prompt once for each namespace, so that its prefix is stored. Faults are logged."""
-    jobs = [(r, ns) for r in requests for ns in services.keys.namespaces]
+    jobs = [(r, ns) for r in requests for ns in services.access.keys.namespaces]
     for i, (request, namespace) in enumerate(jobs):
         label = f"warm prompt {i + 1} of {len(jobs)}"
         greedy = Sampling(temperature=0.0)
@@ -79,4 +79,4 @@ async def _follow(session: Session, label: str) -> int:
                 log.info("%s: %d of %d tokens computed", label, event.n_done, event.n_total)
             if isinstance(event, Failed):
                 raise event.error
-    return session.usage.n_prompt
+    return session.progress.usage.n_prompt

@@ -51,7 +51,7 @@ async def compacted(
         ),
     )
     id = uuid.uuid4().hex
-    caller = Caller(key_id, key_id if services.keys.private else SHARED)
+    caller = Caller(key_id, key_id if services.access.keys.private else SHARED)
     session = Session(services, [asked], id=f"compact-{id}", caller=caller)
     pieces: list[str] = []
     with closing(session):

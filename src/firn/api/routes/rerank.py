@@ -59,7 +59,7 @@ async def _answer(services: Services, body: Fields, key_id: Namespace) -> dict[s
     shows_documents = body.boolean("return_documents", False)
     body.skip("rank_fields", "max_chunks_per_doc", "truncation", "user")
     # Cached like the caller's other prompts.
-    namespace = key_id if services.keys.private else SHARED
+    namespace = key_id if services.access.keys.private else SHARED
     reranking = _Reranking(services, reranker, Caller(key_id, namespace))
     n_chars = (len(query) + len(instruction)) * len(documents) + sum(map(len, documents))
     if n_chars > MAX_CHARS:  # each document is a prompt with query and instruction
@@ -201,7 +201,7 @@ class _Reranking:
                         by_choice.setdefault(event.choice, event.logprobs[0])
                     elif isinstance(event, Failed):
                         raise event.error
-        return [by_choice[i] for i in range(len(prompts))], session.usage.n_cached
+        return [by_choice[i] for i in range(len(prompts))], session.progress.usage.n_cached
 
 
 _SCHEMA: Mapping[str, Any] = {
