@@ -336,7 +336,8 @@ class _RelayedCall:
             headers = list(dialect.stream_headers)
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         if dialect.stream_headers is sse.HEADERS:
-            text = f": {model.spec.name!a} is {model.state.value} {model.progress}".rstrip()
+            progress = model.run.progress if model.run else ""
+            text = f": {model.spec.name!a} is {model.state.value} {progress}".rstrip()
             frame = f"{text} ({waited_s:.0f} s)\n\n".encode("ascii", "replace")
         else:
             frame = _fresh_encoder(dialect, self._exchange, model.spec.name).feed([])
