@@ -45,9 +45,7 @@ class Answer:
 
     async def whole(self, send: Send) -> None:
         """Raises the error of a call that failed."""
-        events = [event async for batch in self._session for event in batch]
-        if isinstance(events[-1], Failed):
-            raise events[-1].error
+        events = [event async for event in self._session.events()]
         raw = await self._services.offload(
             self._exchange.caller.key_id,
             lambda: large_json.dumps(self._call.fold(self._head, events)),

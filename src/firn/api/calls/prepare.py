@@ -72,18 +72,32 @@ class RequestPreparer:
 
     def _prepared(self, id: RequestId, request: GenerateRequest) -> PreparedRequest:
         """In the tokenize pool."""
-        services, source = self._services, request.source
+        services, model = self._services, self._services.engine.model
         prompt = make_prompt(services, request, self._namespace)
         for note in prompt.notes:
             logger.info("%s %s", id, note)
-        chat = source if isinstance(source, Chat) else None
-        tail = "" if chat is None else services.prompts.tail(prompt)
+        chat = request.source if isinstance(request.source, Chat) else None
+        tail = services.prompts.tail(prompt) if chat else ""
         grammar, unenforced = self._grammar(request, tail)
-        if unenforced and chat is not None:
+        if unenforced and chat:
             logger.info("%s: no grammar can enforce %s", id, ", ".join(unenforced))
         echo = self._echo(request, prompt) if request.echo else None
-        scores_prompt = echo is not None and echo.ids is not None
-        job = self._job(id, request, prompt, grammar, scores_prompt=scores_prompt)
+        job = Job(
+            id=id,
+            prompt=prompt,
+            max_tokens=reply_length(request, prompt, model, services.limits),
+            sampling=sampling_for(model, request.sampling),
+            n=request.n,
+            eos=self._eos(request, grammar),
+            top_logprobs=request.top_logprobs,
+            prompt_logprobs=echo is not None and echo.ids is not None,
+            namespace=self._namespace,
+            cache=request.cache,
+            grammar=grammar,
+            speculates=request.speculates,
+            prediction=self._prediction(request),
+            preparation=services.preparations.of(request),
+        )
         replies = ReplyPlan(
             id,
             len(prompt),
@@ -92,39 +106,11 @@ class RequestPreparer:
             top_logprobs=request.top_logprobs,
             echo=echo,
             think_limit=self._think_limit(request),
-            tools=chat.tools if chat is not None and offers_tools(chat) else (),
+            tools=chat.tools if chat and offers_tools(chat) else (),
             unenforced=unenforced,
             may_skip=job.preparation is not None,
         )
         return PreparedRequest(job, replies)
-
-    def _job(
-        self,
-        id: RequestId,
-        request: GenerateRequest,
-        prompt: Prompt,
-        grammar: object,
-        *,
-        scores_prompt: bool,
-    ) -> Job:
-        services = self._services
-        model = services.engine.model
-        return Job(
-            id=id,
-            prompt=prompt,
-            max_tokens=reply_length(request, prompt, model, services.limits),
-            sampling=sampling_for(model, request.sampling),
-            n=request.n,
-            eos=self._eos(request, grammar),
-            top_logprobs=request.top_logprobs,
-            prompt_logprobs=scores_prompt,
-            namespace=self._namespace,
-            cache=request.cache,
-            grammar=grammar,
-            speculates=request.speculates,
-            prediction=self._prediction(request),
-            preparation=services.preparations.of(request),
-        )
 
     def _prediction(self, request: GenerateRequest) -> tuple[int, ...]:
         """It only guides drafts, so a control token in it does no harm."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
 from firn.api.calls.event_router import EventQueue
@@ -21,6 +21,7 @@ from firn.core.events import (
     Ended,
     EngineEvent,
     Event,
+    Failed,
     JobDone,
     JobFailed,
     PromptLogprobs,
@@ -154,6 +155,14 @@ class Session:
             if not deliveries:
                 return []
         return events
+
+    async def events(self) -> AsyncIterator[Event]:
+        """All of them, one at a time. Raises the error of a call that failed."""
+        async for batch in self:
+            for event in batch:
+                if type(event) is Failed:
+                    raise event.error
+                yield event
 
     def _receive(self, run: RunningRequest, event: EngineEvent) -> list[Event]:
         """What comes of the event for the client."""

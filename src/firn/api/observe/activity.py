@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, defaultdict, deque
+from collections import ChainMap, Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -126,14 +126,9 @@ class CallView:
     reuse: CallReuse
 
     def shown(self) -> dict[str, Any]:
-        own = {
-            "id": self.id,
-            "model": self.model,
-            "key": self.key,
-            "phase": self.phase,
-            "error": self.error,
-        }
-        return own | asdict(self.times) | asdict(self.counts) | asdict(self.reuse)
+        own = asdict(self)
+        parts = [own.pop(name) for name in ("times", "counts", "reuse")]
+        return dict(ChainMap(own, *parts))
 
 
 class WatchedCall(Observer):

@@ -23,7 +23,6 @@ from firn.api.routes.openapi import error_responses
 from firn.api.routes.tree_answers import TreeAnswers
 from firn.api.services import Services
 from firn.core.errors import InvalidValue, NotFound
-from firn.core.events import Failed
 from firn.core.ports import CacheAdmin
 from firn.core.values import GenerateRequest, Namespace
 
@@ -123,6 +122,5 @@ class CacheRoutes:
         quotas = self._services.access.quotas
         with quotas.call(exchange.caller.key_id, session.progress), closing(session):
             await session.start()
-            async for batch in session:
-                if batch and isinstance(batch[-1], Failed):
-                    raise batch[-1].error
+            async for _ in session.events():
+                pass

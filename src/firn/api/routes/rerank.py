@@ -20,7 +20,7 @@ from firn.api.http.auth import SHARED, Caller
 from firn.api.http.fields import Fields
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
-from firn.core.events import Failed, TextDelta, TextLogprob
+from firn.core.events import TextDelta, TextLogprob
 from firn.core.values import GenerateRequest, Namespace, RawTokens, Sampling
 from firn.text.prompt import rerank
 from firn.text.prompt.rerank import Reranker
@@ -195,12 +195,9 @@ class _Reranking:
         )
         with closing(session):
             await session.start()
-            async for batch in session:
-                for event in batch:
-                    if isinstance(event, TextDelta) and event.logprobs:
-                        by_choice.setdefault(event.choice, event.logprobs[0])
-                    elif isinstance(event, Failed):
-                        raise event.error
+            async for event in session.events():
+                if isinstance(event, TextDelta) and event.logprobs:
+                    by_choice.setdefault(event.choice, event.logprobs[0])
         return [by_choice[i] for i in range(len(prompts))], session.progress.usage.n_cached
 
 
