@@ -12,10 +12,10 @@ from firn.core.ports.runner import (
     At,
     LayerCache,
     LiveRow,
-    PickedToken,
     Restored,
     RowView,
     Runner,
+    TakenTokens,
 )
 from firn.core.ports.text import Pictures, Tokenizer
 
@@ -33,7 +33,6 @@ __all__ = [
     "LayerCache",
     "LiveRow",
     "NullCursor",
-    "PickedToken",
     "Pictures",
     "Publish",
     "Recorder",
@@ -41,5 +40,6 @@ __all__ = [
     "RowView",
     "Runner",
     "SlicedQuery",
+    "TakenTokens",
     "Tokenizer",
 ]
