@@ -86,7 +86,7 @@ class HashLayer:
 class HashGroup:
     layer: HashLayer
     rows: list[HashRow] = field(default_factory=list)
-    unread: list[list[HashPicked]] = field(default_factory=list)
+    unread: list[list[HashTaken]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -130,13 +130,13 @@ class HashRow:
 
 
 @dataclass(frozen=True, slots=True)
-class HashPicked:
+class HashTaken:
     row: HashRow
-    token: int
-    logprob: TokenLogprob | None = None
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...] = (None,)
     fault: FirnError | None = None
     n_drafted: int = 0
-    n_accepted: int = 0
+    n_right: int = 0
 
 
 def _nothing(*_: Any) -> None:
@@ -290,14 +290,14 @@ class HashRunner:
             row.before = ()
             picked = row.draw()
             row.next = row.forced.pop(row.n_tokens, picked)
-            step.append(HashPicked(row, row.next))
+            step.append(HashTaken(row, (row.next,)))
         group.unread.append(step)
 
-    def collect(self, rows: Sequence[HashRow], *, keep_in_flight: int) -> list[HashPicked]:
+    def collect(self, rows: Sequence[HashRow], *, keep_in_flight: int) -> list[HashTaken]:
         group = rows[0].group
         assert group is not None
         self.faults.collect(rows)
-        out: list[HashPicked] = []
+        out: list[HashTaken] = []
         while len(group.unread) > keep_in_flight:
             out += [p for p in group.unread.pop(0) if p.row.group is group]
         return out

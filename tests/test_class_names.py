@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 PORTS = {"CacheAdmin", "Engine", "Pictures", "Recorder", "Runner"}
 """Each of these is a port and the class that implements it."""
-SAME_IDEA = {"PickedToken"}
+SAME_IDEA = {"TakenTokens"}
 """A token that a row picked: the engine's protocol, and the class in models."""
 
 

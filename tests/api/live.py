@@ -16,9 +16,12 @@ import openai
 import uvicorn
 
 from firn.api.calls.event_router import EventRouter
+from firn.api.calls.quotas import Quotas
+from firn.api.http.auth import Keys
 from firn.api.http.connections import Connections, http_config
+from firn.api.http.hosts import Hosts
 from firn.api.server import create_app
-from firn.api.services import ApiLimits, Services
+from firn.api.services import Access, ApiLimits, Services
 from firn.core.fair_pool import FairPool
 from firn.core.values import Job
 from firn.text.prompt.maker import PromptMaker
@@ -123,6 +126,10 @@ def serve(
     connections: Connections | None = None,
     port: int = 0,
     event_router: EventRouter | None = None,
+    keys: Keys | None = None,
+    hosts: Hosts | None = None,
+    allow_origins: tuple[str, ...] = (),
+    quotas: Quotas | None = None,
     **options: Any,
 ) -> Iterator[Live]:
     """port: 0 for any free port."""
@@ -158,6 +165,7 @@ def serve(
                 event_router=event_router,
                 pool=pool,
                 limits=limits or ApiLimits(),
+                access=Access(keys or Keys(), hosts or Hosts(), allow_origins, quotas or Quotas()),
                 **options,
             )
         )

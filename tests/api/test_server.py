@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from firn.api.http.auth import SHARED, Keys, namespace_of
-from firn.api.services import ApiLimits
+from firn.api.services import ApiLimits, Telemetry
 from firn.core.reuse import Cause, Reason
 from firn.text.reply.formats import THINK_TAGS, ReplyFormat
 from tests.api.live import Live, serve
@@ -52,7 +52,7 @@ def test_aliases_and_an_empty_name_are_the_served_model() -> None:
 
 
 def test_health_shows_further_details() -> None:
-    with serve(health_details=lambda: {"cache": {"reuse": "off"}}) as live:
+    with serve(telemetry=Telemetry(health=lambda: {"cache": {"reuse": "off"}})) as live:
         health = httpx.get(f"{live.url}/health").json()
         assert health["status"] == "ok"
         assert health["model"] == "fake"
@@ -74,7 +74,7 @@ class ExtraCollector(Collector):
 
 
 def test_metrics_count_requests_tokens_and_stages() -> None:
-    with serve(extra_collectors=(ExtraCollector(),)) as live:
+    with serve(telemetry=Telemetry(collectors=(ExtraCollector(),))) as live:
         live.engine.n_cached = 3
         client = live.openai()
         client.completions.create(model="fake", prompt="hello", max_tokens=4)

@@ -66,7 +66,7 @@ def test_a_trace_is_recorded_from_the_beginning_to_the_end(tmp_path: Path) -> No
         parts=SimpleNamespace(budget=SimpleNamespace(cost=SimpleNamespace(per_token_nbytes=1))),
     )
     spec = SimpleNamespace(config=Config())
-    recorder = extra.add_to(services(), cast("Any", spec), cast("Any", engine)).recorder
+    recorder = extra.add_to(services(), cast("Any", spec), cast("Any", engine)).telemetry.recorder
     assert isinstance(recorder, Recorder)
     recorder.record(served(range(3)))
     extra.close()

@@ -97,14 +97,15 @@ def step(runner: Any, *, keep_in_flight: int = 0) -> list[Any]:
     for rows in runner.groups():
         runner.launch(rows)
     return [
-        picked
+        taken
         for rows in runner.groups()
-        for picked in runner.collect(rows, keep_in_flight=keep_in_flight)
+        for taken in runner.collect(rows, keep_in_flight=keep_in_flight)
     ]
 
 
 def reply(runner: Any, row: Any, n: int) -> list[int]:
-    return [p.token for _ in range(n) for p in step(runner) if p.row is row]
+    taken = (each for _ in range(n) for each in step(runner) if each.row is row)
+    return [token for each in taken for token in each.tokens]
 
 
 def own_members(port: type) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def visit(
     cursor.close(None)
     runner.join(row, int(prompt.ids[-1]))
     for _ in range(n_reply):
-        said += [p.token for p in step(runner)]
+        said += [token for taken in step(runner) for token in taken.tokens]
         if mine.commit_due(row.n_tokens):
             mine.commit(row)
     mine.close(row)

@@ -21,7 +21,7 @@ def add_routes(request: pytest.FixtureRequest) -> AddRoutes:
 
 def parts_of(app: FastAPI) -> RouteParts:
     own = services()
-    metrics = Metrics(own.engine, own.event_router, n_calls=own.quotas.n_calls, extra=())
+    metrics = Metrics(own.engine, own.event_router, n_calls=own.access.quotas.n_calls, extra=())
     return RouteParts(
         app,
         own,

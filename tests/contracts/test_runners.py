@@ -30,7 +30,7 @@ def test_runners_rows_and_picks_have_the_ports_shape(kind: str) -> None:
     row = started(runner, prompt_of(5))
     assert_fits(ports.LiveRow, row)
     (picked,) = step(runner)
-    assert_fits(ports.PickedToken, picked)
+    assert_fits(ports.TakenTokens, picked)
 
 
 every_runner = pytest.mark.parametrize("kind", RUNNERS)
@@ -110,7 +110,7 @@ def test_choices_have_the_same_past(kind: str) -> None:
     said: dict[int, list[int]] = {id(r): [] for r in rows}
     for _ in range(6):
         for picked in step(runner):
-            said[id(picked.row)].append(picked.token)
+            said[id(picked.row)] += picked.tokens
     first = said[id(rows[0])]
     assert len(first) == 6
     assert all(tokens == first for tokens in said.values())

@@ -13,7 +13,7 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Loop
 from tests.dict_cache import DictCache
 from tests.hash_engine import Outcome
-from tests.hash_runner import GREEDY, HashPicked, HashRow, HashRunner, prompt_of
+from tests.hash_runner import GREEDY, HashRow, HashRunner, HashTaken, prompt_of
 
 
 class Watched(HashRunner):
@@ -33,7 +33,7 @@ class Watched(HashRunner):
         self.calls.append("launch")
         super().launch(rows)
 
-    def collect(self, rows: Sequence[HashRow], *, keep_in_flight: int) -> list[HashPicked]:
+    def collect(self, rows: Sequence[HashRow], *, keep_in_flight: int) -> list[HashTaken]:
         self.calls.append("collect")
         return super().collect(rows, keep_in_flight=keep_in_flight)
 

@@ -54,4 +54,4 @@ def test_200_random_requests_to_many_models_are_answered_right(tmp_path: Path) -
         n_loads = sum(model.n_loads for model in models)
         print(f"{n_loads} loads for 200 requests, {sum(n > 0 for n in cached)} of them cached")
         assert n_loads > 4
-        assert not any(model.n_active or model.waiters for model in models)
+        assert not any(model.traffic.n_active or model.traffic.waiters for model in models)

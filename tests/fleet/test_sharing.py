@@ -25,7 +25,7 @@ from firn.api.http import body
 from firn.api.http.auth import SHARED, namespace_of
 from firn.api.http.body import INLINE_NBYTES
 from firn.core.values import Namespace
-from firn.fleet.model import Model
+from firn.fleet.model import Model, ModelRun
 from firn.fleet.placement import NEVER, ModelState, PlacementRules
 from firn.fleet.relay import WaitLimits
 from tests.fleet.fronts import ECHO, NEED_GB, Running, config, fronting
@@ -131,7 +131,7 @@ def test_a_running_reply_is_never_cut_off(tmp_path: Path) -> None:
 
 
 async def _active(front: Running, name: str, *, n: int = 1) -> None:
-    while front.model(name).n_active < n:
+    while front.model(name).traffic.n_active < n:
         await asyncio.sleep(0.001)
 
 
@@ -173,7 +173,7 @@ def test_four_models_with_room_for_two_answer_every_request(tmp_path: Path) -> N
             list(pool.map(one, orders))
         models = front.parts.fleet.models.values()
         assert 4 < sum(m.n_loads for m in models) < 50
-        assert not any(m.n_active or m.waiters for m in models)
+        assert not any(m.traffic.n_active or m.traffic.waiters for m in models)
         assert sum(m.state is ModelState.LOADED for m in models) <= 2
 
 
@@ -253,7 +253,7 @@ def test_a_large_body_is_checked_in_the_pool_before_its_model_is_loaded(tmp_path
 
 
 async def _waiting(front: Running, name: str) -> None:
-    while not front.model(name).waiters:
+    while not front.model(name).traffic.waiters:
         await asyncio.sleep(0.001)
 
 
@@ -357,7 +357,7 @@ def test_a_client_that_hangs_up_ends_its_reply_in_the_models_process(tmp_path: P
             next(s.iter_lines())
         http = front.plain
         wait_until(lambda: not http.get("/v1/cache/stats").json()["models"]["a"]["open"])
-        assert front.model("a").n_active == 0
+        assert front.model("a").traffic.n_active == 0
 
 
 def test_new_folders_in_models_dir_are_found(tmp_path: Path) -> None:
@@ -391,9 +391,9 @@ def test_who_leaves_as_the_model_is_ready_does_not_keep_it_busy(tmp_path: Path) 
         async def leave_late() -> None:
             waiter = fleet.wait_for(model, SHARED)
             await asyncio.wait({waiter.lease})
-            assert model.n_active == 1
+            assert model.traffic.n_active == 1
             fleet.leave(model, waiter)
-            assert model.n_active == 0
+            assert model.traffic.n_active == 0
 
         front.run(leave_late)
 
@@ -410,9 +410,10 @@ def test_a_key_pays_for_what_is_new_in_a_report(tmp_path: Path) -> None:
         fleet._charge = lambda key, n: charged.append((str(key), n))
 
         async def hear() -> None:
+            run = ModelRun(began=0.0)
             for n in (5, 5, 12):
                 message = {"event": "report", "report": {**report, "computed": {"k": n}}}
-                fleet._on_message(model, message)
+                fleet._on_message(model, run, message)
 
         front.run(hear)
     assert charged == [("k", 5), ("k", 0), ("k", 7)]
@@ -488,10 +489,10 @@ def test_one_key_cannot_take_all_places_that_wait_for_a_model(tmp_path: Path) ->
                 return http.post("/v1/chat/completions", json=body).status_code
 
         waiting = [pool.submit(ask, "k1") for _ in range(2)]
-        wait_until(lambda: len(front.model("slow").waiters) == 2)
+        wait_until(lambda: len(front.model("slow").traffic.waiters) == 2)
         assert ask("k1") == 503
         waiting.append(pool.submit(ask, "k2"))
-        wait_until(lambda: len(front.model("slow").waiters) == 3)
+        wait_until(lambda: len(front.model("slow").traffic.waiters) == 3)
         gate.touch()
         assert [each.result(60) for each in waiting] == [200, 200, 200]
 

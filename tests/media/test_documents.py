@@ -63,7 +63,7 @@ def document(data: bytes, media_type: str = "application/pdf", **more: Any) -> D
 def read(*parts: Any, limits: DocumentLimits | None = None) -> list[Any]:
     documents = Documents(limits)
     request = GenerateRequest("m", Chat((Message("user", parts),)))
-    got = asyncio.run(documents.gather(request))
+    got = asyncio.run(documents.read(request))
     assert isinstance(got.source, Chat)
     return list(got.source.messages[0].parts)
 
@@ -109,7 +109,7 @@ def test_other_parts_stay_as_they_are() -> None:
     parts = (TextPart("a"), PicturePart("data:,x"))
     assert read(*parts) == list(parts)
     raw = GenerateRequest("m", RawText("x"))
-    assert asyncio.run(Documents().gather(raw)) is raw
+    assert asyncio.run(Documents().read(raw)) is raw
 
 
 UNREADABLE = {
@@ -160,10 +160,10 @@ def test_a_text_is_kept_for_the_turns_to_come() -> None:
     async def twice() -> list[str | None]:
         texts = []
         for _ in range(2):
-            got = await documents.gather(request)
+            got = await documents.read(request)
             assert isinstance(got.source, Chat)
             texts += [p.text for p in got.source.messages[0].parts if isinstance(p, DocumentPart)]
-            assert await documents.gather(got) is got
+            assert await documents.read(got) is got
         return texts
 
     assert asyncio.run(twice()) == ["Once."] * 4

@@ -30,7 +30,7 @@ def only_part(request: GenerateRequest) -> DocumentPart:
 
 
 def gathered(documents: Documents, request: GenerateRequest, owner: str) -> list[Any]:
-    got = asyncio.run(documents.gather(request, Namespace(owner)))
+    got = asyncio.run(documents.read(request, Namespace(owner)))
     assert isinstance(got.source, Chat)
     return list(got.source.messages[0].parts)
 
@@ -40,10 +40,10 @@ class Listening(Documents):
 
     def __init__(self) -> None:
         super().__init__()
-        self.read: list[bytes] = []
+        self.seen: list[bytes] = []
 
     def _text(self, data: bytes, media_type: str) -> str:
-        self.read.append(data)
+        self.seen.append(data)
         return super()._text(data, media_type)
 
 
@@ -53,7 +53,7 @@ def test_a_text_is_kept_for_its_owner() -> None:
     for owner in ("alice", "alice", "bob", "bob"):
         (part,) = gathered(documents, asked("snow"), owner)
         assert part.text == "snow"
-    assert documents.read == [b"snow", b"snow"]
+    assert documents.seen == [b"snow", b"snow"]
 
 
 def test_the_texts_that_were_used_least_recently_are_dropped(
@@ -63,7 +63,7 @@ def test_the_texts_that_were_used_least_recently_are_dropped(
     documents = Listening()
     for text in ("first", "later", "first", "other", "first", "later"):
         gathered(documents, asked(text), "alice")
-    assert documents.read == [b"first", b"later", b"other", b"later"]
+    assert documents.seen == [b"first", b"later", b"other", b"later"]
 
 
 def test_the_same_bytes_of_another_type_are_another_document() -> None:

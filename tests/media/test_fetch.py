@@ -220,7 +220,7 @@ def test_only_remote_pictures_of_a_request_are_filled_in() -> None:
 
 
 async def gathered(fetcher: Fetcher, request: GenerateRequest, owner: str = "a") -> GenerateRequest:
-    async with fetcher.fetched(request, Namespace(owner)) as whole:
+    async with fetcher.gather(request, Namespace(owner)) as whole:
         return whole
 
 
@@ -266,7 +266,7 @@ def test_a_key_holds_its_share_of_fetched_bytes() -> None:
     async def run() -> None:
         async with AsyncExitStack() as held:
             for _ in range(8):
-                await held.enter_async_context(fetcher.fetched(request, Namespace("a")))
+                await held.enter_async_context(fetcher.gather(request, Namespace("a")))
             with pytest.raises(Overloaded):
                 await gathered(fetcher, request, "a")
             await gathered(fetcher, request, "b")

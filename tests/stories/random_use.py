@@ -32,7 +32,7 @@ from firn.engine import EngineLimits, EngineParts, NoPreparation
 from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Loop
 from firn.engine.sequence import ForcedTokens
-from firn.models.decode.batch import Group, PickedToken, Row
+from firn.models.decode.batch import Group, TakenTokens, Row
 from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.pipelined import PipelinedVerification
 from firn.models.decode.ragged import ALL_COLUMNS, Columns
@@ -424,7 +424,7 @@ class WatchedRunner(Runner):
         self._may_fail("finish_chunk", *row.layers)
         return super().finish_chunk(row)
 
-    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
+    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[TakenTokens]:
         group = rows[0].group
         self._may_fail("collect", *(group.layers if group else ()))
         return super().collect(rows, keep_in_flight=keep_in_flight)

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from firn import __version__
 from firn.api.calls.generate import Generate
+from firn.api.calls.observers import observers_of_client
 from firn.api.dialects import discover
 from firn.api.http.body_reader import BodyReader
 from firn.api.http.errors import ErrorShapes, HttpFault, no_route
@@ -26,7 +27,7 @@ from firn.api.routes.models import add_models
 from firn.api.routes.openapi import describe
 from firn.api.routes.probes import add_probes
 from firn.api.routes.tree import TreeRoutes
-from firn.api.routes.tree_answers import TreeAnswers, first_difference
+from firn.api.routes.tree_answers import TreeAnswers, excerpt
 from firn.api.services import Services
 
 
@@ -34,17 +35,21 @@ def create_app(services: Services) -> FastAPI:
     app = new_app()
     dialects = discover(services.defaults)
     shapes = ErrorShapes(dialects)
-    limits = services.limits
+    limits, access = services.limits, services.access
     bodies = BodyReader(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
     metrics = Metrics(
         services.engine,
         services.event_router,
-        n_calls=services.quotas.n_calls,
-        extra=services.extra_collectors,
+        n_calls=access.quotas.n_calls,
+        extra=services.telemetry.collectors,
     )
-    activity = Activity(services.engine.model.name, partial(first_difference, services))
+    activity = Activity(
+        services.engine.model.name,
+        excerpt=partial(excerpt, services) if services.page.show_text else None,
+    )
+    observers = partial(observers_of_client, services=services, metrics=metrics, activity=activity)
     for dialect in dialects:
-        endpoint = Generate(dialect, services, metrics, bodies, activity)
+        endpoint = Generate(dialect, services, bodies, observers)
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
     parts = RouteParts(app, services, dialects, metrics, bodies)
     for dialect in dialects:
@@ -57,7 +62,7 @@ def create_app(services: Services) -> FastAPI:
         TreeRoutes(services, services.cache_admin, answers).add_to(app)
     add_models(app, services)
     add_activity(app, services, activity)
-    add_page(app, shown=services.dashboard)
+    add_page(app, shown=services.page.served)
     add_probes(app, services, metrics)
     add_route_errors(app)
     add_layers(
@@ -65,12 +70,12 @@ def create_app(services: Services) -> FastAPI:
         shapes=shapes,
         metrics=metrics,
         bodies=bodies,
-        keys=services.keys,
-        hosts=services.hosts,
-        allow_origins=services.allow_origins,
+        keys=access.keys,
+        hosts=access.hosts,
+        allow_origins=access.allow_origins,
         requests_per_minute=limits.requests_per_minute,
     )
-    describe(app, dialects, with_keys=services.keys.required)
+    describe(app, dialects, with_keys=access.keys.required)
     return app
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -30,16 +30,15 @@ from firn.core.values import (
     Reranker,
     Source,
 )
-from firn.text.grammar.constraint import Relax, as_they_are
+from firn.text.grammar.constraint import Relax
 from firn.text.reply.formats import ReplyFormat
 
 T = TypeVar("T")
 STAND_INS = ("claude", "gpt-")
 """Prefixes of model ids that the served model answers to, whatever it is."""
-Gather = Callable[[GenerateRequest, Namespace], Awaitable[GenerateRequest]]
-"""Adds what a request refers to, on the asyncio thread. Anything it caches belongs to the owner."""
-Hold = Callable[[GenerateRequest, Namespace], AbstractAsyncContextManager[GenerateRequest]]
-"""Adds it for as long as the context lasts, and counts it against the owner's memory meanwhile."""
+Gather = Callable[[GenerateRequest, Namespace], AbstractAsyncContextManager[GenerateRequest]]
+"""Adds what a request refers to, on the asyncio thread, for as long as the context lasts. What it holds
+and what it caches belong to the owner."""
 
 
 class Preparations(Protocol):
@@ -104,11 +103,49 @@ class ApiLimits:
     stale_after_s: float = 30.0
 
 
+class Grammars(Protocol):
+    """For constrained output, in the tokenize pool. `models.grammar.compiler.Compiler` implements it."""
+
+    def compile(self, grammar: Grammar, owner: Namespace) -> object: ...
+
+    def relaxer(self, owner: Namespace) -> Relax:
+        """What of a schema can be enforced."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may call the server, from where, and how much."""
+
+    keys: Keys = field(default_factory=Keys)
+    hosts: Hosts = field(default_factory=Hosts)
+    allow_origins: tuple[str, ...] = ()
+    quotas: Quotas = field(default_factory=Quotas)
+
+
+@dataclass(frozen=True, slots=True)
+class PageOptions:
+    """show_text: of prompts, to each caller its own."""
+
+    served: bool = True
+    show_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What other parts of the server report of themselves. allocated: bytes of device memory by kind,
+    on any thread. recorder: None: no trace is kept."""
+
+    allocated: Callable[[], Mapping[str, int]] = dict
+    health: Callable[[], Mapping[str, Any]] = dict
+    collectors: tuple[Collector, ...] = ()
+    recorder: Recorder | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """pool: the tokenize pool. A service that is None is not available, and requests for it are
-    refused. compile_grammar: for constrained output. fetch_pictures: for pictures given by their
-    address."""
+    refused. gathers: in this order."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -119,36 +156,17 @@ class Services:
     limits: ApiLimits = ApiLimits()
     defaults: Defaults = Defaults()
     preparations: Preparations = field(default_factory=AsSent)
-    keys: Keys = field(default_factory=Keys)
-    hosts: Hosts = field(default_factory=Hosts)
-    quotas: Quotas = field(default_factory=Quotas)
-    allow_origins: tuple[str, ...] = ()
+    access: Access = field(default_factory=Access)
     model_aliases: frozenset[str] = frozenset()
     any_name: bool = False
     """Answer to every model name: the front of several models has already chosen this one."""
-    compile_grammar: Callable[[Grammar, Namespace], object] | None = None
-    relaxer: Callable[[Namespace], Relax] = lambda owner: as_they_are
-    """What of a schema can be enforced."""
+    gathers: tuple[Gather, ...] = ()
+    grammars: Grammars | None = None
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
     reranker: Reranker | None = None
-    fetch_pictures: Hold | None = None
-    read_documents: Gather | None = None
-    recorder: Recorder | None = None
-    """None: no trace is kept."""
-    dashboard: bool = True
-    """Serve the page at /."""
-    show_text: bool = False
-    """The dashboard shows text of prompts, to each caller its own."""
-    allocated: Callable[[], Mapping[str, int]] = dict
-    """Bytes of device memory by kind. Any thread."""
-    health_details: Callable[[], Mapping[str, Any]] = dict
-    extra_collectors: tuple[Collector, ...] = ()
-
-    @property
-    def keeps_prompts(self) -> bool:
-        """Whether sessions keep the tokens of their prompts, for a trace or for the dashboard."""
-        return self.recorder is not None or self.show_text
+    page: PageOptions = PageOptions()
+    telemetry: Telemetry = Telemetry()
 
     async def in_pool(self, key_id: Namespace, work: Callable[[], T]) -> T:
         """Do this key's work in the tokenize pool, so that no stream waits for it."""

@@ -12,7 +12,7 @@ from firn.api.http.auth import Keys
 from firn.api.http.hosts import Hosts, machine_names
 from firn.api.observe.cache_metrics import CacheMetrics, MemoryMetrics
 from firn.api.observe.metrics import SpeculationMetrics
-from firn.api.services import ApiLimits, Hold, Services
+from firn.api.services import Access, ApiLimits, Gather, PageOptions, Services, Telemetry
 from firn.assembly.extras import Extra
 from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts
@@ -55,27 +55,29 @@ def build_services(
         pool=pool,
         limits=_limits(config),
         defaults=replace(config.sampling.defaults(), stores=admin.health()["reuse"]),
-        keys=keys_of(config),
-        hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
-        quotas=_quotas(config),
-        allow_origins=config.server.allow_origins,
+        access=Access(
+            keys=keys_of(config),
+            hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
+            allow_origins=config.server.allow_origins,
+            quotas=_quotas(config),
+        ),
         model_aliases=frozenset({config.model.path}),
-        fetch_pictures=_fetcher(config) if model.vision else None,
-        compile_grammar=grammars.compile,
-        relaxer=grammars.relaxer,
+        gathers=_fetchers(config) if model.vision else (),
+        grammars=grammars,
         cache_admin=admin,
-        dashboard=not config.page.no_dashboard,
-        show_text=config.page.show_text,
-        allocated=allocated_nbytes,
-        health_details=lambda: {
-            "cache": admin.health(),
-            "speculation": parts.speculator.counters(),
-            "ranks": spec.sharding.n_ranks,
-        },
-        extra_collectors=(
-            CacheMetrics(admin.snapshot),
-            MemoryMetrics(allocated_nbytes),
-            SpeculationMetrics(lambda: parts.speculator.counters()),
+        page=PageOptions(served=not config.page.no_dashboard, show_text=config.page.show_text),
+        telemetry=Telemetry(
+            allocated=allocated_nbytes,
+            health=lambda: {
+                "cache": admin.health(),
+                "speculation": parts.speculator.counters(),
+                "ranks": spec.sharding.n_ranks,
+            },
+            collectors=(
+                CacheMetrics(admin.snapshot),
+                MemoryMetrics(allocated_nbytes),
+                SpeculationMetrics(lambda: parts.speculator.counters()),
+            ),
         ),
     )
     for extra in extras:
@@ -109,11 +111,11 @@ def _quotas(config: Config) -> Quotas:
     return Quotas(limits, max_queue=config.engine.max_queue)
 
 
-def _fetcher(config: Config) -> Hold | None:
-    """None: pictures given by URL are refused."""
+def _fetchers(config: Config) -> tuple[Gather, ...]:
+    """Empty: pictures given by URL are refused."""
     options = config.images
     if not options.allow_image_urls:
-        return None
+        return ()
     from firn.media.fetch import Fetcher, FetchLimits
 
     limits = FetchLimits(
@@ -121,4 +123,4 @@ def _fetcher(config: Config) -> Hold | None:
         timeout_s=options.image_fetch_timeout_s,
         plain_http=options.allow_plain_http_images,
     )
-    return Fetcher(limits).fetched
+    return (Fetcher(limits).gather,)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from firn.core.events import ChoiceDone, Token
-from firn.core.ports import LiveRow, PickedToken
+from firn.core.ports import LiveRow, TakenTokens
 from firn.engine.inflight import InFlight
 from firn.engine.recovery import Recovery
 from firn.engine.sequence import Choice, ListTail, PrefillTask
@@ -111,36 +111,39 @@ class Decode:
 
     def _collect(self, rows: list[LiveRow], *, keep_in_flight: int) -> None:
         try:
-            picked = self._runner.collect(rows, keep_in_flight=keep_in_flight)
+            steps = self._runner.collect(rows, keep_in_flight=keep_in_flight)
         except Exception as e:
             self._recovery.rescue(rows, e)
             return
         ended: list[Choice] = []
         with self._inflight.cache.together():
-            for token in picked:
-                self._take(token, ended)
+            for taken in steps:
+                self._take(taken, ended)
             self._inflight.finish(ended)
 
-    def _take(self, picked: PickedToken[LiveRow], ended: list[Choice]) -> None:
+    def _take(self, taken: TakenTokens[LiveRow], ended: list[Choice]) -> None:
         """ended: replies that end in this step; one that ends is added."""
-        choice = self._inflight.rows.get(picked.row)
+        choice = self._inflight.rows.get(taken.row)
         if choice is None or choice in ended:
             return
-        if picked.fault is not None:
-            self._recovery.fail(choice.sequence, picked.fault)
+        if taken.fault is not None:
+            self._recovery.fail(choice.sequence, taken.fault)
             return
-        token = Token(
-            choice.index,
-            picked.token,
-            picked.logprob,
-            forced=choice.forced.at <= len(choice.tokens) < choice.forced.end,
-            n_drafted=picked.n_drafted,
-            n_accepted=picked.n_accepted,
-        )
-        if self._pass_on(choice, token):
-            ended.append(choice)
-        elif choice.cursor is not None and choice.cursor.commit_due(picked.row.n_tokens):
-            self._inflight.commit(choice.cursor, picked.row)
+        last = len(taken.tokens) - 1
+        for i, id in enumerate(taken.tokens):
+            token = Token(
+                choice.index,
+                id,
+                taken.logprobs[i],
+                forced=choice.forced.at <= len(choice.tokens) < choice.forced.end,
+                n_drafted=taken.n_drafted if i == last else 0,
+                n_accepted=taken.n_right if i == last else 0,
+            )
+            if self._pass_on(choice, token):
+                ended.append(choice)
+                return
+        if choice.cursor is not None and choice.cursor.commit_due(taken.row.n_tokens):
+            self._inflight.commit(choice.cursor, taken.row)
 
     def _pass_on(self, choice: Choice, token: Token) -> bool:
         """Send a token to the client; returns whether it is the reply's last."""

@@ -25,7 +25,6 @@ from firn.core.shares import Shares
 from firn.fleet import proxy
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
-from firn.fleet.placement import ModelState
 from firn.fleet.relay import Relay
 from firn.fleet.vouching import vouch
 
@@ -83,12 +82,10 @@ class _ActivityStream:
         operator = exchange_of(self._scope).caller.operator
         models = []
         for name, model in self._fleet.models.items():
-            closing = model.turn_ended or model.unloading
-            state = ModelState.DRAINING if closing else model.state
-            busy = {"active": model.n_active, "waiting": len(model.waiters)} if operator else {}
-            models.append(
-                {"id": name, "state": state.value, "bytes": model.footprint.nbytes, **busy}
-            )
+            traffic, state = model.traffic, model.shown_state.value
+            busy = {"active": traffic.n_active, "waiting": len(traffic.waiters)}
+            shown = {"id": name, "state": state, "bytes": model.footprint.nbytes}
+            models.append(shown | busy if operator else shown)
         return models
 
     def _attach(self) -> None:

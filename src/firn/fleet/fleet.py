@@ -28,13 +28,12 @@ from firn.core.values import Namespace
 from firn.fleet import memory
 from firn.fleet.catalogue import ModelCatalogue, ModelSpec
 from firn.fleet.memory import Room
-from firn.fleet.model import LoadWaiter, Model, ModelLease
+from firn.fleet.model import LoadWaiter, Model, ModelLease, ModelRun
 from firn.fleet.placement import NEVER, FleetPlan, ModelState, PlacementRules, Reason, make_plan
 from firn.fleet.process import Launch, Message, ModelProcess
 
 log = logging.getLogger("firn.fleet")
 
-BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 STEADY_S = 60.0
 """A failure of a process that has lived longer than this counts as the first."""
 MAX_RESTARTS = 5
@@ -100,10 +99,9 @@ class Fleet:
 
     def try_enter(self, model: Model) -> ModelLease | None:
         """A lease, if the model can accept a request now; None: wait for it."""
-        is_open = model.state is ModelState.LOADED and not (model.turn_ended or model.unloading)
-        if not is_open or model.child is None or model.child.exited.done():
+        if not model.is_open or model.child is None or model.child.exited.done():
             return None
-        if any(other.waiters for other in self.models.values()):
+        if any(other.traffic.waiters for other in self.models.values()):
             model.hold_share = 1.0  # it was right to keep it
         return model.enter()
 
@@ -116,10 +114,9 @@ class Fleet:
         if self._closing:
             raise ShuttingDown()
         now = time.monotonic()
-        if isinstance(model.error, ModelFailed) and now < model.not_before:
-            raise ModelFailed(
-                model.spec.name, model.error.why, retry_after_s=math.ceil(model.not_before - now)
-            )
+        error, not_before = model.attempts.error, model.attempts.not_before
+        if isinstance(error, ModelFailed) and now < not_before:
+            raise ModelFailed(model.spec.name, error.why, retry_after_s=math.ceil(not_before - now))
         need = model.footprint.nbytes
         if need > self.room.budget_nbytes:
             raise ModelTooLarge(model.spec.name, need, self.room.budget_nbytes)
@@ -128,14 +125,14 @@ class Fleet:
             raise self.not_ready(model, "too many requests are waiting for models to be loaded")
         waiter = LoadWaiter(now, asyncio.get_running_loop().create_future())
         waiter.lease.add_done_callback(lambda _: place.close())
-        model.waiters.append(waiter)
+        model.traffic.waiters.append(waiter)
         self._wake.set()
         return waiter
 
     def leave(self, model: Model, waiter: LoadWaiter) -> None:
         """Stop waiting, and release a lease that was granted meanwhile. Idempotent."""
-        if waiter in model.waiters:
-            model.waiters.remove(waiter)
+        if waiter in model.traffic.waiters:
+            model.traffic.waiters.remove(waiter)
             self._wake.set()
         if waiter.lease.done() and not waiter.lease.cancelled() and not waiter.lease.exception():
             waiter.lease.result().release(None)
@@ -167,7 +164,7 @@ class Fleet:
         """Until `close`, make and carry out a new plan whenever something has changed."""
         while not self._closing:
             self._wake.clear()
-            if any(m.waiters or m.wanted_since < NEVER for m in self.models.values()):
+            if any(m.traffic.waiters or m.wanted_since < NEVER for m in self.models.values()):
                 loop = asyncio.get_running_loop()
                 self.room = await loop.run_in_executor(None, self._measure, self._memory_nbytes)
             plan = self._plan()
@@ -201,8 +198,7 @@ class Fleet:
             if model.unloading and model.state is ModelState.LOADED and not model.view().n_active:
                 self._start_unloading(model, "asked")
             had_ended, model.turn_ended = model.turn_ended, model.spec.name in plan.close
-            is_open = model.state is ModelState.LOADED and not model.unloading
-            if had_ended and not model.turn_ended and is_open:
+            if had_ended and model.is_open:
                 self._admit_waiters(model)
         for waiting, staying in plan.contested:
             pair = frozenset((waiting, staying))
@@ -225,8 +221,8 @@ class Fleet:
     # --- checking --------------------------------------------------------------------------
 
     def _start_checking(self, model: Model) -> None:
-        if not model.is_checking:
-            model.is_checking = True
+        if not model.attempts.is_checking:
+            model.attempts.is_checking = True
             log.info("checking %s before others are unloaded for it", model.spec.name)
             self._spawn(self._check(model))
 
@@ -238,23 +234,23 @@ class Fleet:
                 result.set_result(message)
 
         failed: Message = {"event": "failed", "message": "its process could not be started"}
+        attempts = model.attempts
         try:
-            model.checker = await self._launch(
+            checker = attempts.checker = await self._launch(
                 model.spec, self._new_socket(), on_message, task="check"
             )
-            exited = model.checker.exited
-            either: set[asyncio.Future[Any]] = {result, exited}
+            either: set[asyncio.Future[Any]] = {result, checker.exited}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            failed = {"event": "failed", "message": _exit_text(model.checker)}
-            model.checker.kill()
-            await exited
+            failed = {"event": "failed", "message": _exit_text(checker)}
+            checker.kill()
+            await checker.exited
         except OSError as e:
             log.error("a process could not be started: %s", e.strerror or e)
         finally:
-            model.checker, model.is_checking = None, False
+            attempts.checker, attempts.is_checking = None, False
         message = result.result() if result.done() else failed
         if message["event"] == "checked":
-            model.is_proven = True
+            attempts.is_proven = True
             self._wake.set()
         elif model.state is ModelState.UNLOADED and not self._closing:
             self._failed(model, str(message["message"]))
@@ -267,15 +263,13 @@ class Fleet:
 
     def _start_loading(self, model: Model) -> None:
         """Sets the state immediately, so that the next plan sees it."""
-        model.state, model.load_began, model.progress = ModelState.LOADING, time.monotonic(), ""
-        model.wanted_since = NEVER
+        run = ModelRun(began=time.monotonic())
+        model.state, model.run, model.wanted_since = ModelState.LOADING, run, NEVER
         model.unloaded.clear()
-        model.ending.clear()
-        model.computed = {}
         log.info("loading %s", model.spec.name)
-        self._spawn(self._load(model))
+        self._spawn(self._load(model, run))
 
-    async def _load(self, model: Model) -> None:
+    async def _load(self, model: Model, run: ModelRun) -> None:
         spec = model.spec
         ready: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
@@ -283,14 +277,14 @@ class Fleet:
             if message["event"] in ("ready", "failed") and not ready.done():
                 ready.set_result(message)
             else:
-                self._on_message(model, message)
+                self._on_message(model, run, message)
 
         try:
             child = await self._launch(spec, self._new_socket(), on_message)
         except OSError as e:
             self._failed(model, f"its process could not be started: {e.strerror or e}")
             return
-        model.child = child
+        run.child = child
         either: set[asyncio.Future[Any]] = {ready, child.exited}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         message: Message = {"event": "failed", "message": _exit_text(child)}
@@ -305,17 +299,17 @@ class Fleet:
                 self._failed(model, str(message["message"]))
             return
         model.details = message["model"]
-        self._take_report(model, message["report"])
-        self._loaded(model, child)
+        self._take_report(model, run, message["report"])
+        self._loaded(model, run)
         code = await asyncio.shield(child.exited)
         self._ended(model, code)
 
-    def _loaded(self, model: Model, child: ModelProcess) -> None:
+    def _loaded(self, model: Model, run: ModelRun) -> None:
         now = time.monotonic()
-        model.load_s = now - model.load_began
-        model.state, model.loaded_at, model.last_used = ModelState.LOADED, now, now
-        model.error, model.progress, model.turn_ended = None, "", False
-        model.is_proven = True
+        model.load_s, run.progress = now - run.began, ""
+        model.state, model.loaded_at, model.traffic.last_used = ModelState.LOADED, now, now
+        model.attempts.error, model.attempts.is_proven = None, True
+        model.turn_ended = False
         model.n_loads += 1
         log.info("%s is loaded (%.1f s)", model.spec.name, model.load_s)
         self._admit_waiters(model)
@@ -323,62 +317,51 @@ class Fleet:
         self._wake.set()
 
     def _admit_waiters(self, model: Model) -> None:
-        waiters, model.waiters = model.waiters, []
-        for waiter in waiters:
-            if not waiter.lease.done():
-                waiter.lease.set_result(model.enter())
+        for waiter in model.traffic.take_waiters():
+            waiter.lease.set_result(model.enter())
 
     def _has_no_process(self, model: Model) -> None:
-        model.state, model.child = ModelState.UNLOADED, None
+        model.state, model.run = ModelState.UNLOADED, None
         model.turn_ended = model.unloading = False
-        model.n_background = 0
         model.unloaded.set()
         self._wake.set()
 
     def _failed(self, model: Model, why: str) -> None:
         self._has_no_process(model)
-        model.is_proven = False
-        retry_s = self._back_off(model)
-        model.error = ModelFailed(model.spec.name, why, retry_after_s=math.ceil(retry_s))
+        attempts = model.attempts
+        attempts.is_proven, retry_s = False, attempts.back_off()
+        attempts.error = ModelFailed(model.spec.name, why, retry_after_s=math.ceil(retry_s))
         log.error(
             "%s could not be loaded, next attempt in %.0f s: %s", model.spec.name, retry_s, why
         )
-        self._fail_waiters(model, model.error)
+        self._fail_waiters(model, attempts.error)
         if model.spec.pinned:
             model.wanted_since = time.monotonic()
 
-    def _back_off(self, model: Model) -> float:
-        model.n_failures += 1
-        delay = min(math.ldexp(BACKOFF_S, model.n_failures - 1), MAX_BACKOFF_S)
-        model.not_before = time.monotonic() + delay
-        return delay
-
     def _fail_waiters(self, model: Model, error: FirnError) -> None:
-        waiters, model.waiters = model.waiters, []
-        for waiter in waiters:
-            if not waiter.lease.done():
-                waiter.lease.set_exception(error)
+        for waiter in model.traffic.take_waiters():
+            waiter.lease.set_exception(error)
 
     # --- while it is loaded ----------------------------------------------------------------
 
-    def _on_message(self, model: Model, message: Message) -> None:
+    def _on_message(self, model: Model, run: ModelRun, message: Message) -> None:
         match message:
             case {"event": "report", "report": report}:
-                self._take_report(model, report)
+                self._take_report(model, run, report)
             case {"event": "progress", "text": text}:
-                model.progress = str(text)
+                run.progress = str(text)
             case {"event": "ending"}:
-                model.ending.set()
+                run.ending.set()
 
-    def _take_report(self, model: Model, report: Mapping[str, Any]) -> None:
+    def _take_report(self, model: Model, run: ModelRun, report: Mapping[str, Any]) -> None:
         for key_id, n_tokens in report["computed"].items():
-            self._charge(Namespace(key_id), n_tokens - model.computed.get(key_id, 0))
-            model.computed[key_id] = n_tokens
+            self._charge(Namespace(key_id), n_tokens - run.computed.get(key_id, 0))
+            run.computed[key_id] = n_tokens
         self._device_nbytes = report["device_memory"]
-        background = max(int(report["calls"]) - model.n_active, 0)
+        background = max(int(report["calls"]) - model.traffic.n_active, 0)
         before, model.footprint = model.footprint, memory.measured(report, model.footprint)
-        if model.footprint != before or background != model.n_background:
-            model.n_background = background
+        if model.footprint != before or background != run.n_background:
+            run.n_background = background
             self._share_memory()
             self._wake.set()
 
@@ -397,18 +380,19 @@ class Fleet:
 
     def _start_unloading(self, model: Model, reason: Reason | str) -> None:
         """Tell the process to write its records and end. The model has no replies left."""
-        assert model.child is not None
+        assert model.run is not None
+        assert model.run.child is not None
         log.info("unloading %s: %s", model.spec.name, _REASONS.get(reason, reason))
         model.state, model.turn_ended = ModelState.DRAINING, False
         model.n_unloads[reason] = model.n_unloads.get(reason, 0) + 1
         if reason == "room":
             model.displaced_at = time.monotonic()
-        model.child.tell({"do": "stop", "drain_s": None})
-        self._spawn(self._await_exit(model, model.child))
+        model.run.child.tell({"do": "stop", "drain_s": None})
+        self._spawn(self._await_exit(model.run, model.run.child))
 
-    async def _await_exit(self, model: Model, child: ModelProcess) -> None:
+    async def _await_exit(self, run: ModelRun, child: ModelProcess) -> None:
         """Wait for background replies, however long they take, and then for the process to exit."""
-        ending = asyncio.ensure_future(model.ending.wait())
+        ending = asyncio.ensure_future(run.ending.wait())
         either: set[asyncio.Future[Any]] = {ending, child.exited}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
@@ -420,20 +404,21 @@ class Fleet:
         was_told = model.state is ModelState.DRAINING
         lived_s = time.monotonic() - model.loaded_at
         self._has_no_process(model)
-        model.uses.clear()
+        model.traffic.uses.clear()
+        attempts = model.attempts
         if not was_told and not self._closing:
             log.error(
                 "the process of %s ended unexpectedly (%s): its running replies fail",
                 model.spec.name,
                 code_text(code),
             )
-            model.n_failures = 0 if lived_s > STEADY_S else model.n_failures
-            self._back_off(model)
-            model.error = ModelDied(model.spec.name)
-            if model.spec.pinned or model.n_failures <= MAX_RESTARTS:
+            attempts.n_failures = 0 if lived_s > STEADY_S else attempts.n_failures
+            attempts.back_off()
+            attempts.error = ModelDied(model.spec.name)
+            if model.spec.pinned or attempts.n_failures <= MAX_RESTARTS:
                 model.wanted_since = time.monotonic()
         elif was_told:
-            model.n_failures, model.not_before = 0, 0.0
+            attempts.n_failures, attempts.not_before = 0, 0.0
         self._share_memory()
 
     def drain(self) -> None:
@@ -453,7 +438,8 @@ class Fleet:
         """End every process, in bounded time."""
         self.drain()
         self.abort_replies()
-        checkers = [m.checker for m in self.models.values() if m.checker is not None]
+        attempts = [model.attempts for model in self.models.values()]
+        checkers = [each.checker for each in attempts if each.checker is not None]
         for checker in checkers:
             checker.kill()
         children = [m.child for m in self.models.values() if m.child is not None] + checkers

@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from firn.api.calls.generate import while_connected
 from firn.api.calls.quotas import FixedMeter, Quotas
 from firn.api.dialects import ApiCall, Dialect, Encoder, ReplyHead
 from firn.api.http import sse
 from firn.api.http.auth import Caller, Keys
-from firn.api.http.body import INLINE_NBYTES, ClientGone, decoded
+from firn.api.http.body import INLINE_NBYTES, ClientGone, decoded, while_connected
 from firn.api.http.body_reader import BodyReader
 from firn.api.http.exchange import Exchange, exchange_of, send_json, send_raw_json
 from firn.api.http.fields import Fields, keep_alive_s
@@ -336,7 +335,8 @@ class _RelayedCall:
             headers = list(dialect.stream_headers)
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         if dialect.stream_headers is sse.HEADERS:
-            text = f": {model.spec.name!a} is {model.state.value} {model.progress}".rstrip()
+            progress = model.run.progress if model.run else ""
+            text = f": {model.spec.name!a} is {model.state.value} {progress}".rstrip()
             frame = f"{text} ({waited_s:.0f} s)\n\n".encode("ascii", "replace")
         else:
             frame = _fresh_encoder(dialect, self._exchange, model.spec.name).feed([])

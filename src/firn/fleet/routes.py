@@ -54,7 +54,7 @@ class ModelListing:
     def shown(self, model: Model, key_id: Namespace) -> dict[str, Any]:
         """What the model's own process reports, with what only the front knows. key_id: who asks; when
         others last used the model is not shown."""
-        spec, catalogue = model.spec, self._fleet.catalogue
+        spec, catalogue, error = model.spec, self._fleet.catalogue, model.attempts.error
         born = datetime.fromtimestamp(self._began, tz=UTC)
         facts = ModelFacts() if model.details else self._read(model)
         default = catalogue.default
@@ -73,13 +73,13 @@ class ModelListing:
             "context_length": facts.context_length,
             "capabilities": list(facts.capabilities),
             **model.details,
-            "state": _state(model),
+            "state": model.shown_state.value,
             "bytes": model.footprint.nbytes,
             "pinned": spec.pinned,
             "expires_at": _expires_at(model, key_id),
             "aliases": list(catalogue.aliases_of(spec)),
             "default": default is not None and spec.name == default.name,
-            "error": model.error.message if model.error else None,
+            "error": error.message if error else None,
         }
 
     def _read(self, model: Model) -> ModelFacts:
@@ -89,14 +89,9 @@ class ModelListing:
         return self._facts[name]
 
 
-def _state(model: Model) -> str:
-    closing = model.turn_ended or model.unloading
-    return ModelState.DRAINING.value if closing else model.state.value
-
-
 def _expires_at(model: Model, key_id: Namespace) -> str | None:
     """When this key's use lets it be unloaded, unless it is used earlier."""
-    use, now = model.uses.get(key_id), time.monotonic()
+    use, now = model.traffic.uses.get(key_id), time.monotonic()
     if model.expires_at == NEVER or use is None or not now <= use.expires_at < NEVER:
         return None
     at = time.time() + use.expires_at - now
@@ -213,9 +208,9 @@ def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
         }
         # A key must not learn how busy other keys keep the server.
         if exchange_of(request.scope).caller.operator or not keys.required:
-            shown["models"] = {m.spec.name: _state(m) for m in fleet.models.values()}
+            shown["models"] = {m.spec.name: m.shown_state.value for m in fleet.models.values()}
             shown["calls"] = relay.n_calls
-            shown["waiting"] = sum(len(m.waiters) for m in fleet.models.values())
+            shown["waiting"] = sum(len(m.traffic.waiters) for m in fleet.models.values())
         return shown
 
     async def ready() -> JSONResponse:
@@ -282,8 +277,8 @@ class _FleetCollector(Collector):
             name = [model.spec.name]
             loaded.add_metric(name, float(model.state is ModelState.LOADED))
             nbytes.add_metric(name, model.footprint.nbytes)
-            active.add_metric(name, model.n_active)
-            waiting.add_metric(name, len(model.waiters))
+            active.add_metric(name, model.traffic.n_active)
+            waiting.add_metric(name, len(model.traffic.waiters))
             loads.add_metric(name, model.n_loads)
             for reason, n in model.n_unloads.items():
                 unloads.add_metric([*name, reason], n)

@@ -167,14 +167,11 @@ def _progress(link: FrontLink, spec: ModelSpec) -> Iterator[None]:
 
 def _services(server: app.Server, config: Config) -> Services:
     """The server's services, for callers that the front vouches for."""
-    return replace(
-        server.services,
-        keys=VouchedKeys(
-            config.server.api_keys, admin=config.server.admin_keys, share=config.cache.share_cache
-        ),
-        hosts=Hosts((EVERY,)),
-        any_name=True,
+    keys = VouchedKeys(
+        config.server.api_keys, admin=config.server.admin_keys, share=config.cache.share_cache
     )
+    access = replace(server.services.access, keys=keys, hosts=Hosts((EVERY,)))
+    return replace(server.services, access=access, any_name=True)
 
 
 class _SocketServer(Uvicorn):
@@ -280,7 +277,7 @@ async def _report(server: app.Server, services: Services, web: Uvicorn, link: Fr
         report = {**report, "live_peak": peak, "calls": server.event_router.n_calls}
         report["weights"] = server.engine.model.weights_nbytes
         report["device_memory"] = device_nbytes
-        report["computed"] = services.quotas.computed()
+        report["computed"] = services.access.quotas.computed()
         if report != last:
             link.tell(**message, report=report)
         message, last = {"event": "report"}, report

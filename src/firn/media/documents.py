@@ -11,6 +11,8 @@ import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,7 +55,13 @@ class Documents:
         self._pool = FairPool(N_THREADS, name="firn-documents")
         self._kept: FairCache[bytes, str] = FairCache(MAX_KEPT_CHARS)
 
+    @asynccontextmanager
     async def gather(
+        self, request: GenerateRequest, owner: Namespace
+    ) -> AsyncIterator[GenerateRequest]:
+        yield await self.read(request, owner)
+
+    async def read(
         self, request: GenerateRequest, owner: Namespace | None = None
     ) -> GenerateRequest:
         """The request with the text of each document, or with the reason why there is none.

@@ -73,7 +73,7 @@ class Fetcher:
         self._memory = Shares(max(limits.total_nbytes, TOTAL_FACTOR * limits.nbytes))
 
     @asynccontextmanager
-    async def fetched(
+    async def gather(
         self, request: GenerateRequest, owner: Namespace
     ) -> AsyncIterator[GenerateRequest]:
         """The request with the bytes of each picture, or with the reason why there are none.

@@ -25,7 +25,7 @@ import numpy as np
 
 from firn.core.ports import ReadChunk, Restored
 from firn.core.values import Job, Prompt, RequestId, Sampling
-from firn.models.decode.batch import PickedToken, Row
+from firn.models.decode.batch import Row, TakenTokens
 from firn.models.decode.runner import Runner
 from firn.models.decode.sampling import Picker, Picks
 from firn.ranks.calls import Followers
@@ -110,7 +110,7 @@ class LeaderRunner(Runner):
         with self._on_all_ranks("launch", self._numbers[rows[0]]):
             super().launch(rows)
 
-    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
+    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[TakenTokens]:
         if rows[0].group is None:
             return []
         with self._on_all_ranks("collect", self._numbers[rows[0]], keep_in_flight):

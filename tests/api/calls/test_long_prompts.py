@@ -25,7 +25,7 @@ def live() -> Iterator[Live]:
     with serve(
         tokenizer=Counting(families.tokenizer("qwen3")),
         context_length=4096,
-        read_documents=documents.gather,
+        gathers=(documents.gather,),
     ) as running:
         yield running
 

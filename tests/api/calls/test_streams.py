@@ -131,6 +131,7 @@ def test_an_unexpected_exception_in_a_stream_is_its_last_event(live: Live) -> No
     (job,) = live.engine.jobs
     live.engine.wait_for(lambda e: e.cancelled == [job.id])
     live.log.wait_for("failed while its reply was streamed")
+    assert "finish=internal_error" in live.log.wait_for(" reply=")
     assert live.openai().models.list().data  # the server keeps running
 
 

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from firn.api.calls.prepared import ThinkLimit
 from firn.api.calls.think_budget import LOOKAHEAD_TOKENS, ThinkBudget, ThinkingEnd
-from firn.core.events import Token
+from firn.core.events import ReasoningDelta, TextDelta, Token
+from firn.core.values import ToolChoice
 from firn.text.calls.parsers.harmony import CONTROL
 from firn.text.reply.formats import THINK_TAGS, ReplyFormat
+from firn.text.reply.reader import ReplyReader
 from tests.api.live import Live
 from tests.api.scripted import scripted_server
 from tests.fakes import END, START, FakeTokenizer
@@ -183,38 +186,80 @@ class Reader:
     n_completion: int = 0
 
 
-def token(*, forced: bool = False) -> Token:
-    return Token(0, 1, forced=forced)
+def token(id: int = 1, *, forced: bool = False) -> Token:
+    return Token(0, id, forced=forced)
 
 
 def test_the_engine_is_told_once() -> None:
-    limit, reader = ThinkBudget(5, (7, 8)), Reader(True, 0, 3)
+    limit, reader = ThinkBudget(ThinkLimit(5, (7, 8))), Reader(True, 0, 3)
     assert limit.check(reader) == ThinkingEnd(8, (7, 8))  # type: ignore[arg-type]
     reader.n_reasoning = reader.n_completion = 4
-    assert limit.check(reader) is None  # type: ignore[arg-type]
+    assert limit.observe(token(), reader) is None  # type: ignore[arg-type]
 
 
-def test_a_forced_closing_is_read_and_not_forced_again() -> None:
-    limit, reader = ThinkBudget(0, (7, 8, 9)), Reader(True)
+def test_a_forced_closing_is_not_forced_again() -> None:
+    limit, reader = ThinkBudget(ThinkLimit(0, (7, 8, 9))), Reader(True)
     limit.check(reader)  # type: ignore[arg-type]
     for i in range(3):
-        assert not limit.skips(token(forced=True), reader)  # type: ignore[arg-type]
         reader.in_reasoning = i < 1
-        assert limit.check(reader) is None  # type: ignore[arg-type]
+        assert limit.observe(token(forced=True), reader) is None  # type: ignore[arg-type]
     reader.in_reasoning = True  # it thinks again
-    assert limit.check(reader) == ThinkingEnd(0, (7, 8, 9))  # type: ignore[arg-type]
+    again = limit.observe(token(), reader)  # type: ignore[arg-type]
+    assert again == ThinkingEnd(0, (7, 8, 9))
+
+
+def test_a_forced_closing_that_is_not_needed_is_withdrawn() -> None:
+    limit, reader = ThinkBudget(ThinkLimit(9, (7, 8))), Reader(True)
+    limit.check(reader)  # type: ignore[arg-type]
+    reader.in_reasoning = False
+    assert limit.observe(token(), reader) == ThinkingEnd(0, ())  # type: ignore[arg-type]
+    for _ in range(2):  # too late
+        assert limit.observe(token(forced=True), reader) is None  # type: ignore[arg-type]
+    reader.in_reasoning, reader.n_completion = True, 5
+    again = limit.observe(token(), reader)  # type: ignore[arg-type]
+    assert again == ThinkingEnd(14, (7, 8))
+
+
+def thinking_reader() -> tuple[ReplyReader, FakeTokenizer]:
+    tokenizer = FakeTokenizer()
+    reader = ReplyReader(
+        tokenizer,
+        choice=0,
+        stop=(),
+        format=ReplyFormat(think=THINK_TAGS["think"]),
+        tools=(),
+        tool_choice=ToolChoice(),
+        prompt_tail="<think>",
+        new_id=str,
+        logprobs=False,
+    )
+    return reader, tokenizer
+
+
+def read(reader: ReplyReader, tokenizer: FakeTokenizer, text: str, *, forced: bool = False) -> str:
+    """The text and the reasoning that the client is shown of this."""
+    shown = ""
+    for id in tokenizer.encode(text, add_special=False):
+        for event in reader.feed(token(id, forced=forced)):
+            assert isinstance(event, TextDelta | ReasoningDelta)
+            shown += event.text
+    return shown
 
 
 def test_a_forced_closing_that_comes_too_late_is_hidden() -> None:
-    limit, reader = ThinkBudget(9, (7, 8)), Reader(True)
-    limit.check(reader)  # type: ignore[arg-type]
-    reader.in_reasoning = False
-    assert limit.check(reader) == ThinkingEnd(0, ())  # type: ignore[arg-type]
-    assert not limit.skips(token(), reader)  # type: ignore[arg-type]
-    assert limit.skips(token(forced=True), reader)  # type: ignore[arg-type]
-    assert limit.check(reader) is None  # type: ignore[arg-type]
-    assert limit.skips(token(forced=True), reader)  # type: ignore[arg-type]
-    assert not limit.skips(token(), reader)  # type: ignore[arg-type]
+    reader, tokenizer = thinking_reader()
+    assert read(reader, tokenizer, "ab</think>c") == "abc"
+    n_before = reader.n_completion
+    assert read(reader, tokenizer, "</think>", forced=True) == ""
+    assert reader.n_completion > n_before, "the model has seen it"
+    assert read(reader, tokenizer, "d") == "d"
+
+
+def test_a_forced_closing_in_time_is_read() -> None:
+    reader, tokenizer = thinking_reader()
+    assert read(reader, tokenizer, "ab") == "ab"
+    assert read(reader, tokenizer, "</think>c", forced=True) == "c"
+    assert not reader.in_reasoning
 
 
 def test_each_format_closes_thinking_in_its_own_way() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from firn.core.values import Job
+from firn.core.values import Grammar, Job, Namespace
+from firn.text.grammar.constraint import Relax, as_they_are
 from firn.text.reply.formats import detect_format
 from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
@@ -112,6 +113,13 @@ def test_without_a_grammar_compiler_constraints_are_refused(
 
 
 def test_with_a_grammar_compiler_the_job_has_the_compiled_grammar() -> None:
-    with serve(compile_grammar=lambda grammar, owner: ("compiled", grammar.kind)) as live:
+    class Compiling:
+        def compile(self, grammar: Grammar, owner: Namespace) -> object:
+            return "compiled", grammar.kind
+
+        def relaxer(self, owner: Namespace) -> Relax:
+            return as_they_are
+
+    with serve(grammars=Compiling()) as live:
         live.openai().chat.completions.create(**ASK, response_format={"type": "json_object"})
         assert live.engine.jobs[0].grammar == ("compiled", "json_object")

@@ -6,13 +6,13 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from firn.api.calls.session import Session
+from firn.api.calls.progress import CallProgress
 from firn.api.http.auth import Caller, Keys
 from firn.api.http.exchange import Exchange
 from firn.api.observe import activity
@@ -163,22 +163,15 @@ def test_each_key_has_a_share_of_the_watchers() -> None:
 
 def test_a_call_is_inspected_once_however_many_watch() -> None:
     """And one that another key made, not at all."""
-    activity, inspected = Activity("fake", lambda session: None), list[str]()
+    activity, inspected = Activity("fake", excerpt=None), list[str]()
 
-    class Quiet:
-        usage, admitted, waits = Usage(3, 0), (), None
-        n_read, ended, admitted_at, first_token_at = 0, False, None, None
-
-        @property
-        def prompts(self) -> tuple[()]:
-            return ()
-
-    class Counted(Quiet):
+    class Counted(CallProgress):
         def __init__(self, key: str) -> None:
+            super().__init__(1)
             self.key = key
 
         @property
-        def usage(self) -> Usage:  # type: ignore[override]
+        def usage(self) -> Usage:
             inspected.append(self.key)
             return Usage(3, 0)
 
@@ -187,8 +180,7 @@ def test_a_call_is_inspected_once_however_many_watch() -> None:
         for i in range(50):
             for name, caller in keys.items():
                 exchange = Exchange(id=f"{name}{i}", caller=caller)
-                session = cast("Session", Counted(name))
-                open_calls.enter_context(activity.follow(exchange, session))
+                open_calls.callback(activity.follow(exchange, Counted(name)).close)
         watchers = [_Watcher(0, {}) for _ in range(16)]
         shown = [activity.news(watcher, keys["alice"]) for watcher in watchers]
         assert {len(views) for views in shown} == {50}

@@ -11,6 +11,7 @@ import pytest
 import firn
 from firn.api.http.auth import Keys
 from firn.api.observe.dashboard import read_files, wants_page
+from firn.api.services import PageOptions
 from tests.api.live import Live, serve
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -112,6 +113,6 @@ def test_the_page_needs_no_key_but_its_data_does(keyed: Live) -> None:
 
 
 def test_without_the_dashboard_the_root_gives_name_and_version() -> None:
-    with serve(dashboard=False) as live:
+    with serve(page=PageOptions(served=False)) as live:
         assert httpx.get(live.url, headers=BROWSER).json()["name"] == "firn"
         assert httpx.get(f"{live.url}/page/app.js").status_code == 404

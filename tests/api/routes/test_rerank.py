@@ -103,7 +103,7 @@ def test_what_is_read_for_no_is_not_counted_as_cached(real: Real) -> None:
 
 
 def test_a_key_is_charged_for_what_was_computed(real: Real) -> None:
-    quotas = real.server.services.quotas
+    quotas = real.server.services.access.quotas
     before = quotas.computed().get(SHARED, 0)
     usage = ask(real).json()["usage"]
     n_cached = usage["prompt_tokens_details"]["cached_tokens"]

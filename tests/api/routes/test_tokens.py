@@ -94,7 +94,7 @@ def test_pictures_are_fetched_for_counting_too() -> None:
     part = {"type": "image_url", "image_url": {"url": PICTURE}}
     block = {"type": "image", "source": {"type": "url", "url": PICTURE}}
     item = {"type": "input_image", "image_url": PICTURE}
-    with serve(fetch_pictures=fetched) as live:
+    with serve(gathers=(fetched,)) as live:
         shown = post(live, "/v1/tokenize", {"messages": [{"role": "user", "content": [part]}]})
         assert "".join(shown.json()["tokens"]).split() == CAT
         n_tokens = shown.json()["count"]

@@ -111,7 +111,7 @@ def test_replies_after_padded_chunks_are_the_same() -> None:
         tokens: list[int] = []
         while len(tokens) < 8:
             runner.launch([row])
-            tokens += [p.token for p in runner.collect([row], keep_in_flight=0)]
+            tokens += [t for taken in runner.collect([row], keep_in_flight=0) for t in taken.tokens]
         texts.append(tokens)
     assert texts[0] == texts[1]
 

@@ -61,10 +61,8 @@ async def gathered(
     Not to be kept when the context has ended.
     """
     async with AsyncExitStack() as held:
-        if services.fetch_pictures is not None:
-            request = await held.enter_async_context(services.fetch_pictures(request, owner))
-        if services.read_documents is not None:
-            request = await services.read_documents(request, owner)
+        for gather in services.gathers:
+            request = await held.enter_async_context(gather(request, owner))
         yield request
 
 

@@ -31,7 +31,7 @@ class KeyLimits:
 
 
 class MeteredCall(Protocol):
-    """What a quota must know about a call; `api.calls.session.Session` implements it."""
+    """What a quota must know about a call; `api.calls.progress.CallProgress` implements it."""
 
     @property
     def n_waiting(self) -> int:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from firn.core.events import Token
+from firn.api.calls.observer import Observer
+from firn.api.calls.prepared import ThinkLimit
+from firn.api.calls.running import RunningRequest
+from firn.core.events import EngineEvent, Event, Token
+from firn.core.ports import Engine
+from firn.core.values import Job, RequestId
 from firn.text.reply.reader import ReplyReader
 
 LOOKAHEAD_TOKENS = 128
@@ -25,35 +31,52 @@ class ThinkingEnd:
 class ThinkBudget:
     """Owner: one choice of a request, on the asyncio thread."""
 
-    def __init__(self, n_tokens: int, closing: tuple[int, ...]) -> None:
-        self._n_tokens = n_tokens
-        self._closing = closing
+    def __init__(self, limit: ThinkLimit) -> None:
+        self._limit = limit
         self._forced = False
         self._n_arrived = 0
         """How many of the forced closing tokens have arrived."""
-        self._is_late = False
-        """Whether they arrive after the model has ended its thinking by itself."""
+
+    def observe(self, token: Token, reader: ReplyReader) -> ThinkingEnd | None:
+        """What to tell the engine after a token, which the reader has read; None: nothing."""
+        if token.forced:
+            self._n_arrived += 1
+            if self._n_arrived == len(self._limit.closing):
+                self._n_arrived, self._forced = 0, False
+        return self.check(reader)
 
     def check(self, reader: ReplyReader) -> ThinkingEnd | None:
-        """What to tell the engine before the first token, and after each token; None: nothing."""
-        left = max(self._n_tokens - reader.n_reasoning, 0)
+        """What to tell the engine before the first token; None: nothing."""
+        left = max(self._limit.n_tokens - reader.n_reasoning, 0)
         if not self._forced and reader.in_reasoning and left <= LOOKAHEAD_TOKENS:
             self._forced = True
-            return ThinkingEnd(reader.n_completion + left, self._closing)
+            return ThinkingEnd(reader.n_completion + left, self._limit.closing)
         if self._forced and not reader.in_reasoning and not self._n_arrived:
             self._forced = False
             return ThinkingEnd(0, ())
         return None
 
-    def skips(self, token: Token, reader: ReplyReader) -> bool:
-        """Whether to hide this token: it closes thinking that had already ended, and was withdrawn
-        too late. The model has seen it, but the user need not.
-        """
-        if not token.forced:
-            return False
-        if self._n_arrived == 0:
-            self._is_late = not reader.in_reasoning
-        self._n_arrived += 1
-        if self._n_arrived == len(self._closing):
-            self._n_arrived, self._forced = 0, False
-        return self._is_late
+
+class ThinkBudgets(Observer):
+    """Those of a call's choices whose thinking is limited. Owner: its session."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._budgets: dict[RequestId, list[ThinkBudget]] = {}
+
+    def submitted(self, run: RunningRequest, job: Job) -> None:
+        if run.plan.think_limit is None:
+            return
+        budgets = [ThinkBudget(run.plan.think_limit) for _ in run.readers]
+        self._budgets[run.id] = budgets
+        for choice, budget in enumerate(budgets):
+            self._tell(run, choice, budget.check(run.readers[choice]))
+
+    def observe(self, run: RunningRequest, event: EngineEvent, shown: Sequence[Event]) -> None:
+        if type(event) is Token and run.id in self._budgets and event.choice not in run.finished:
+            budget, reader = self._budgets[run.id][event.choice], run.readers[event.choice]
+            self._tell(run, event.choice, budget.observe(event, reader))
+
+    def _tell(self, run: RunningRequest, choice: int, end: ThinkingEnd | None) -> None:
+        if end is not None:
+            self._engine.force(run.id, choice, end.tokens, at=end.at)

@@ -14,7 +14,7 @@ from firn.api.dialects import discover
 from firn.api.http.auth import SHARED, Caller
 from firn.api.services import Services
 from firn.core.errors import FirnError, SetupError, ShuttingDown
-from firn.core.events import Failed, Progress
+from firn.core.events import Progress
 from firn.core.values import PLAIN_DEFAULTS, Defaults, GenerateRequest, RawText, Sampling
 
 log = logging.getLogger("firn.warm")
@@ -50,7 +50,7 @@ def _request(entry: object, defaults: Defaults) -> GenerateRequest:
 
 async def compute(services: Services, requests: Sequence[GenerateRequest]) -> None:
     """Run every prompt once for each namespace, so that its prefix is stored. Faults are logged."""
-    jobs = [(r, ns) for r in requests for ns in services.keys.namespaces]
+    jobs = [(r, ns) for r in requests for ns in services.access.keys.namespaces]
     for i, (request, namespace) in enumerate(jobs):
         label = f"warm prompt {i + 1} of {len(jobs)}"
         greedy = Sampling(temperature=0.0)
@@ -73,10 +73,7 @@ async def compute(services: Services, requests: Sequence[GenerateRequest]) -> No
 
 async def _follow(session: Session, label: str) -> int:
     """The length of the prompt, once it is computed."""
-    async for batch in session:
-        for event in batch:
-            if isinstance(event, Progress):
-                log.info("%s: %d of %d tokens computed", label, event.n_done, event.n_total)
-            if isinstance(event, Failed):
-                raise event.error
-    return session.usage.n_prompt
+    async for event in session.events():
+        if isinstance(event, Progress):
+            log.info("%s: %d of %d tokens computed", label, event.n_done, event.n_total)
+    return session.progress.usage.n_prompt

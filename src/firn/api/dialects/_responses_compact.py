@@ -19,7 +19,7 @@ from firn.api.dialects._responses_reply import ID_PREFIX, ResponseOptions, usage
 from firn.api.http.auth import SHARED, Caller
 from firn.api.services import Services
 from firn.core.errors import StepFailed
-from firn.core.events import Ended, Failed, TextDelta
+from firn.core.events import TextDelta
 from firn.core.values import (
     Chat,
     GenerateRequest,
@@ -51,23 +51,18 @@ async def compacted(
         ),
     )
     id = uuid.uuid4().hex
-    caller = Caller(key_id, key_id if services.keys.private else SHARED)
+    caller = Caller(key_id, key_id if services.access.keys.private else SHARED)
     session = Session(services, [asked], id=f"compact-{id}", caller=caller)
     pieces: list[str] = []
     with closing(session):
         await session.start()
-        async for batch in session:
-            for event in batch:
-                match event:
-                    case TextDelta():
-                        pieces.append(event.text)
-                    case Failed():
-                        raise event.error
-                    case Ended():
-                        usage = event.usage
+        async for event in session.events():
+            if isinstance(event, TextDelta):
+                pieces.append(event.text)
     summary = "".join(pieces).strip()
     if not summary:
         raise StepFailed("The model wrote no summary of the conversation.")
+    options = ResponseOptions(echo={}, writes=request.cache.write)
     return {
         "id": f"{ID_PREFIX}{id}",
         "object": "response.compaction",
@@ -80,7 +75,7 @@ async def compacted(
             ),
             {"id": f"cmp_{id}", "type": "compaction", "encrypted_content": seal(summary)},
         ],
-        "usage": usage_object(usage, ResponseOptions(echo={}, writes=request.cache.write)),
+        "usage": usage_object(session.progress.usage, options),
     }
 
 

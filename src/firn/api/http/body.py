@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -172,3 +172,23 @@ def _deeper_than(value: object, limit: int) -> bool:
         if not level:
             return False
     return True
+
+
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+    """Do the work. If the client hangs up, cancel it immediately and raise ClientGone."""
+
+    async def hung_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work())
+    watching = asyncio.ensure_future(hung_up())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone()
+        return working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+        await asyncio.wait({working, watching})

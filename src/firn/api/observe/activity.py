@@ -15,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections import ChainMap, Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from operator import itemgetter
@@ -28,16 +27,18 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from firn import __version__
-from firn.api.calls.session import Session
+from firn.api.calls.observer import Observer
+from firn.api.calls.progress import CallProgress
+from firn.api.calls.running import RunningRequest
 from firn.api.http import sse
 from firn.api.http.auth import Caller
 from firn.api.http.exchange import Exchange, client_of, exchange_of
 from firn.api.services import Services
-from firn.core.errors import FirnError, TryLater
-from firn.core.events import reasons_in_words
+from firn.core.errors import TryLater
+from firn.core.events import Admitted, reasons_in_words
 from firn.core.ports import CacheAdmin
 from firn.core.shares import Shares
-from firn.core.values import Namespace
+from firn.core.values import Job, Namespace, Prompt, RequestId, Usage
 
 N_ENDED = 1000
 """Ended calls of each key that are still known, and the most that a watcher is sent at once."""
@@ -51,21 +52,16 @@ QUIET_TICKS = 40
 """Ticks without news after which a comment line keeps the connection alive."""
 MAX_WATCHERS = 32
 MAX_ERROR_CHARS = 300
+EXCERPT_TOKENS = 48
+"""How much of a prompt is shown from where it differs from everything stored."""
 
 Phase = Literal["queued", "reading", "decoding", "done", "failed", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
-class CallView:
-    """One call, as the dashboard shows it. Seconds count from its arrival; None: not yet."""
+class CallTimes:
+    """In seconds from the call's arrival. None: not yet."""
 
-    id: str
-    model: str
-    key: str
-    """The first digits of its key's digest."""
-    phase: Phase
-    error: str | None
-    """Why it failed, as its client was told."""
     arrived_at: float
     """A Unix time."""
     lookup_s: float | None
@@ -80,9 +76,12 @@ class CallView:
     """When it was known what the cache had for it."""
     first_token_s: float | None
     ended_s: float | None
-    prompt_tokens: int
-    read_tokens: int
-    """Prompt tokens read so far, reused ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallReuse:
+    """What the cache had for its prompts."""
+
     cached_tokens: int
     tiers: dict[str, int]
     reason: str
@@ -97,115 +96,172 @@ class CallView:
     differs: str | None
     """The prompt's text from where it differs from everything stored; None: it does not differ, or
     must not be shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallCounts:
+    """Tokens so far."""
+
+    prompt_tokens: int
+    read_tokens: int
+    """Prompt tokens read, reused ones included."""
     reply_tokens: int
     drafted_tokens: int
     accepted_tokens: int
 
 
-@dataclass(eq=False, slots=True)
-class _OpenCall:
-    exchange: Exchange
-    session: Session
+@dataclass(frozen=True, slots=True)
+class CallView:
+    """One call, as the dashboard shows it: as one object, with the fields of all these values."""
+
+    id: str
     model: str
-    arrived_at: float
-    differs: Callable[[Session], str | None]
-    reason: str = ""
-    excerpt: str | None = None
-    """Recomputed when the reason changes."""
-    last: CallView | None = None
-    looked_at: float = -TICK_S
+    key: str
+    """The first digits of its key's digest."""
+    phase: Phase
+    error: str | None
+    """Why it failed, as its client was told."""
+    times: CallTimes
+    counts: CallCounts
+    reuse: CallReuse
+
+    def shown(self) -> dict[str, Any]:
+        own = asdict(self)
+        parts = [own.pop(name) for name in ("times", "counts", "reuse")]
+        return dict(ChainMap(own, *parts))
+
+
+class WatchedCall(Observer):
+    """A running call. Owner: its session; the activity looks at it."""
+
+    def __init__(self, activity: Activity, exchange: Exchange, progress: CallProgress) -> None:
+        self.exchange = exchange
+        self._activity = activity
+        self._progress = progress
+        self._arrived_at = time.time() - (time.perf_counter() - exchange.began_at)
+        self._prompts: dict[RequestId, Prompt] = {}
+        """Empty if their text must not be shown."""
+        self._reason = ""
+        self._differs: str | None = None
+        """Recomputed when the reason changes."""
+        self._last: CallView | None = None
+        self._looked_at = -TICK_S
+
+    def submitted(self, run: RunningRequest, job: Job) -> None:
+        if self._activity.excerpt is not None:
+            self._prompts[run.id] = job.prompt
+
+    def close(self) -> None:
+        self._activity.ended(self)
 
     def current(self, now: float) -> CallView:
         """As it is, or was less than half a tick ago: however many watch, it is inspected once. The same
         object as long as nothing has changed."""
-        if self.last is None or now - self.looked_at >= TICK_S / 2:
-            view, self.looked_at = self.view(), now
-            self.last = self.last if view == self.last else view
-        assert self.last is not None
-        return self.last
+        if self._last is None or now - self._looked_at >= TICK_S / 2:
+            view, self._looked_at = self.view(), now
+            self._last = self._last if view == self._last else view
+        assert self._last is not None
+        return self._last
 
     def view(self, *, ended: bool = False) -> CallView:
-        session, began, fault = self.session, self.exchange.began_at, self.exchange.fault
-        usage, admitted, waits = session.usage, session.admitted, session.waits
+        progress, fault = self._progress, self.exchange.fault
+        usage, admitted = progress.usage, progress.admitted
+        return CallView(
+            id=self.exchange.id,
+            model=self._activity.model,
+            key=self.exchange.caller.key_id[:8],
+            phase=self._phase(ended),
+            error=fault.message[:MAX_ERROR_CHARS] if fault else None,
+            times=self._times(ended),
+            counts=CallCounts(
+                prompt_tokens=usage.n_prompt,
+                read_tokens=progress.n_read,
+                reply_tokens=usage.n_completion,
+                drafted_tokens=usage.n_drafted,
+                accepted_tokens=usage.n_accepted,
+            ),
+            reuse=self._reuse(usage, admitted),
+        )
+
+    def _phase(self, ended: bool) -> Phase:
+        progress = self._progress
+        if self.exchange.fault is not None:
+            return "failed"
+        if ended:
+            return "done" if progress.ended else "gone"
+        if progress.first_token_at is not None:
+            return "decoding"
+        waiting = progress.admitted_at is None and not progress.n_read
+        return "queued" if waiting else "reading"
+
+    def _times(self, ended: bool) -> CallTimes:
+        progress, waits = self._progress, self._progress.waits
+
+        def since(then: float | None) -> float | None:
+            return None if then is None else round(then - self.exchange.began_at, 4)
+
+        return CallTimes(
+            arrived_at=round(self._arrived_at, 3),
+            lookup_s=since(waits.lookup_at if waits else None),
+            looked_up_s=since(waits.looked_up_at if waits else None),
+            row_s=since(waits.row_at if waits else progress.admitted_at),
+            loads=waits is not None and waits.loads,
+            admitted_s=since(progress.admitted_at),
+            first_token_s=since(progress.first_token_at),
+            ended_s=since(time.perf_counter()) if ended else None,
+        )
+
+    def _reuse(self, usage: Usage, admitted: Sequence[Admitted]) -> CallReuse:
         tiers: Counter[str] = Counter()
         for admission in admitted:
             tiers.update(dict(admission.tiers))
         reason = reasons_in_words(admitted)
-        if reason != self.reason:
-            self.reason, self.excerpt = reason, self.differs(session)
+        if reason != self._reason:
+            self._reason, self._differs = reason, self._difference()
         first = next((a.reason for a in admitted if a.reason), None)
-        return CallView(
-            id=self.exchange.id,
-            model=self.model,
-            key=self.exchange.caller.key_id[:8],
-            phase=self._phase(ended),
-            error=fault.message[:MAX_ERROR_CHARS] if fault else None,
-            arrived_at=round(self.arrived_at, 3),
-            lookup_s=_since(began, waits.lookup_at if waits else None),
-            looked_up_s=_since(began, waits.looked_up_at if waits else None),
-            row_s=_since(began, waits.row_at if waits else session.admitted_at),
-            loads=waits is not None and waits.loads,
-            admitted_s=_since(began, session.admitted_at),
-            first_token_s=_since(began, session.first_token_at),
-            ended_s=_since(began, time.perf_counter()) if ended else None,
-            prompt_tokens=usage.n_prompt,
-            read_tokens=session.n_read,
+        return CallReuse(
             cached_tokens=usage.n_cached,
             tiers=dict(tiers),
             reason=reason,
-            cause=first.cause.value if first else None,
-            differs_at=first.at if first else None,
-            differs=self.excerpt,
             approximate=any(a.keep is not None for a in admitted),
             skipped_tokens=usage.n_skipped,
-            reply_tokens=usage.n_completion,
-            drafted_tokens=usage.n_drafted,
-            accepted_tokens=usage.n_accepted,
+            cause=first.cause.value if first else None,
+            differs_at=first.at if first else None,
+            differs=self._differs,
         )
 
-    def _phase(self, ended: bool) -> Phase:
-        if self.exchange.fault is not None:
-            return "failed"
-        if ended:
-            return "done" if self.session.ended else "gone"
-        if self.session.first_token_at is not None:
-            return "decoding"
-        waiting = self.session.admitted_at is None and not self.session.n_read
-        return "queued" if waiting else "reading"
-
-
-def _since(began: float, then: float | None) -> float | None:
-    return None if then is None else round(then - began, 4)
+    def _difference(self) -> str | None:
+        """The text of the first prompt that goes on where nothing stored does, from that token on."""
+        for run in self._progress.runs:
+            prompt, reason = self._prompts.get(run.id), run.admitted.reason
+            if self._activity.excerpt and prompt and reason and reason.at is not None:
+                ids = prompt.ids[reason.at : reason.at + EXCERPT_TOKENS]
+                return self._activity.excerpt(ids.tolist())
+        return None
 
 
 class Activity:
     """Running calls, and the last ones that ended. Owner: the app, on the asyncio thread."""
 
-    def __init__(self, model: str, differs: Callable[[Session], str | None]) -> None:
-        """differs: computes `CallView.differs`."""
-        self._model = model
-        self._differs = differs
-        self._open: dict[str, tuple[Namespace, _OpenCall]] = {}
+    def __init__(self, model: str, *, excerpt: Callable[[Iterable[int]], str] | None) -> None:
+        """excerpt: the text of a prompt's tokens; None: it must not be shown."""
+        self.model = model
+        self.excerpt = excerpt
+        self._open: dict[str, WatchedCall] = {}
         self._ended: defaultdict[Namespace, deque[tuple[int, CallView]]]
         self._ended = defaultdict(lambda: deque(maxlen=N_ENDED))
         self._n_ended = 0
 
-    @contextmanager
-    def follow(self, exchange: Exchange, session: Session) -> Iterator[None]:
-        """Show a call while its session is open."""
-        arrived_at = time.time() - (time.perf_counter() - exchange.began_at)
-        call = _OpenCall(exchange, session, self._model, arrived_at, self._differs)
-        self._open[exchange.id] = exchange.caller.key_id, call
-        try:
-            yield
-        except FirnError as error:
-            exchange.fault = error
-            raise
-        finally:
-            del self._open[exchange.id]
-            self._n_ended += 1
-            view = call.view(ended=True)
-            self._ended[exchange.caller.key_id].append((self._n_ended, view))
+    def follow(self, exchange: Exchange, progress: CallProgress) -> WatchedCall:
+        """Show a call until its observer is closed."""
+        call = self._open[exchange.id] = WatchedCall(self, exchange, progress)
+        return call
+
+    def ended(self, call: WatchedCall) -> None:
+        del self._open[call.exchange.id]
+        self._n_ended += 1
+        view = call.view(ended=True)
+        self._ended[call.exchange.caller.key_id].append((self._n_ended, view))
 
     def news(self, watcher: _Watcher, caller: Caller) -> list[CallView]:
         """The calls visible to the caller that have changed since this watcher's last update."""
@@ -217,8 +273,8 @@ class Activity:
         watcher.n_ended = self._n_ended
         watcher.calls = {id: view for id, view in watcher.calls.items() if id in self._open}
         now = time.monotonic()
-        for id, (key_id, call) in self._open.items():
-            if _may_see(caller, key_id):
+        for id, call in self._open.items():
+            if _may_see(caller, call.exchange.caller.key_id):
                 view = call.current(now)
                 if watcher.calls.get(id) is not view:
                     watcher.calls[id] = view
@@ -330,7 +386,7 @@ def hello() -> str:
 
 
 def _calls(views: list[CallView]) -> str:
-    return _frame("calls", [asdict(view) for view in views])
+    return _frame("calls", [view.shown() for view in views])
 
 
 def _frame(event: str, value: object) -> str:
@@ -358,7 +414,7 @@ class States:
             "model": model.name,
             "context_length": model.context_length,
             "operator": caller.operator,
-            "show_text": services.show_text,
+            "show_text": services.page.show_text,
         }
         if self._stats is not None:
             visible = None if caller.operator else caller.namespace
@@ -375,6 +431,6 @@ class States:
                 "decoding": health.n_decoding,
             }
             state["weights_bytes"] = model.weights_nbytes
-            state["mlx_bytes"] = dict(services.allocated())
-            state["speculation"] = services.health_details().get("speculation", {})
+            state["mlx_bytes"] = dict(services.telemetry.allocated())
+            state["speculation"] = services.telemetry.health().get("speculation", {})
         return state

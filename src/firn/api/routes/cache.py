@@ -23,7 +23,6 @@ from firn.api.routes.openapi import error_responses
 from firn.api.routes.tree_answers import TreeAnswers
 from firn.api.services import Services
 from firn.core.errors import InvalidValue, NotFound
-from firn.core.events import Failed
 from firn.core.ports import CacheAdmin
 from firn.core.values import GenerateRequest, Namespace
 
@@ -61,7 +60,7 @@ class CacheRoutes:
         caller = exchange_of(request.scope).caller
         if not caller.operator:  # how full the machine is would reveal other callers
             admission = {k: v for k, v in stats.get("admission", {}).items() if k in OWN_ADMISSION}
-            admission["calls"] = self._services.quotas.n_calls(caller.key_id)
+            admission["calls"] = self._services.access.quotas.n_calls(caller.key_id)
             stats["admission"] = admission
         return stats
 
@@ -120,8 +119,8 @@ class CacheRoutes:
         # In full, because no part of a prompt with gaps could be pinned.
         short = replace(generate.in_full(), max_tokens=1, n=1, top_logprobs=None, grammar=None)
         session = Session(self._services, [short], id=f"{exchange.id}-pin", caller=exchange.caller)
-        with self._services.quotas.call(exchange.caller.key_id, session), closing(session):
+        quotas = self._services.access.quotas
+        with quotas.call(exchange.caller.key_id, session.progress), closing(session):
             await session.start()
-            async for batch in session:
-                if batch and isinstance(batch[-1], Failed):
-                    raise batch[-1].error
+            async for _ in session.events():
+                pass

@@ -9,11 +9,10 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from firn.api.calls.generate import while_connected
 from firn.api.calls.quotas import FixedMeter
 from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.http import large_json
-from firn.api.http.body import decoded
+from firn.api.http.body import decoded, while_connected
 from firn.api.http.body_reader import BodyReader
 from firn.api.http.exchange import exchange_of
 from firn.api.http.hosts import refuse_foreign_pages
@@ -31,12 +30,12 @@ def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: B
         path, query = request.path_params, dict(request.query_params)
         if route.schema is None:
             if route.method != "GET":
-                refuse_foreign_pages(request.scope, services.allow_origins)
+                refuse_foreign_pages(request.scope, services.access.allow_origins)
             answer = await route.answer(RouteRequest(key_id, path, query))
             return _response(answer)
         raw = await bodies.read(request.scope, request.receive)
         meter = FixedMeter()
-        with services.quotas.call(key_id, meter, n_requests=0):
+        with services.access.quotas.call(key_id, meter, n_requests=0):
             body = await decoded(raw, services.pool.of(key_id), lambda given: given)
             asked = RouteRequest(key_id, path, query, body)
             answer = await while_connected(request.receive, lambda: route.answer(asked))

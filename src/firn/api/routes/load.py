@@ -45,7 +45,7 @@ class LoadRoutes:
 
     async def loads(self, request: Request) -> dict[str, Any]:
         services = self._services
-        if services.keys.required and not exchange_of(request.scope).caller.operator:
+        if services.access.keys.required and not exchange_of(request.scope).caller.operator:
             raise Forbidden("Only an admin key may read the load of the server.")
         engine = services.engine.health()
         stats: dict[str, Any] = {}

@@ -54,8 +54,8 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
     engine = services.engine.health()
     calls: dict[str, Any] = {}
     stages: dict[str, Any] = {}
-    details = services.health_details()
-    if caller.operator or not services.keys.required:
+    details = services.telemetry.health()
+    if caller.operator or not services.access.keys.required:
         calls = {"calls": services.event_router.n_calls}
         stages = {
             "last_step_age_s": round(engine.last_step_age_s, 3),

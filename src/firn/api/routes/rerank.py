@@ -21,7 +21,7 @@ from firn.api.http.fields import Fields
 from firn.api.routes.discovery import RouteParts
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
-from firn.core.events import Failed, TextDelta, TextLogprob
+from firn.core.events import TextDelta, TextLogprob
 from firn.core.values import GenerateRequest, Namespace, RawTokens, Reranker, Sampling
 from firn.text.prompt import rerank
 
@@ -65,7 +65,7 @@ async def _answer(services: Services, body: Fields, key_id: Namespace) -> dict[s
     shows_documents = body.boolean("return_documents", False)
     body.skip("rank_fields", "max_chunks_per_doc", "truncation", "user")
     # Cached like the caller's other prompts.
-    namespace = key_id if services.keys.private else SHARED
+    namespace = key_id if services.access.keys.private else SHARED
     reranking = _Reranking(services, reranker, Caller(key_id, namespace))
     n_chars = (len(query) + len(instruction)) * len(documents) + sum(map(len, documents))
     if n_chars > MAX_CHARS:  # each document is a prompt with query and instruction
@@ -201,13 +201,10 @@ class _Reranking:
         )
         with closing(session):
             await session.start()
-            async for batch in session:
-                for event in batch:
-                    if isinstance(event, TextDelta) and event.logprobs:
-                        by_choice.setdefault(event.choice, event.logprobs[0])
-                    elif isinstance(event, Failed):
-                        raise event.error
-        return [by_choice[i] for i in range(len(prompts))], session.usage.n_cached
+            async for event in session.events():
+                if isinstance(event, TextDelta) and event.logprobs:
+                    by_choice.setdefault(event.choice, event.logprobs[0])
+        return [by_choice[i] for i in range(len(prompts))], session.progress.usage.n_cached
 
 
 _SCHEMA: Mapping[str, Any] = {

@@ -70,7 +70,7 @@ class TreeRoutes:
     async def tree(self, request: Request) -> dict[str, Any]:
         limit = limit_of(request.query_params)
         query = (exchange_of(request.scope).visible, request.query_params.get("node"), limit)
-        with_tokens = self._services.show_text
+        with_tokens = self._services.page.show_text
 
         async def read() -> dict[str, Any]:
             visible, node, limit = query

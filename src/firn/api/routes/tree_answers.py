@@ -12,14 +12,11 @@ from typing import Any
 
 from starlette.types import Scope
 
-from firn.api.calls.session import Session
 from firn.api.http.hosts import check_may_change_cache
 from firn.api.services import Services
 from firn.core.values import Namespace
 
-N_TOKENS = 48
 MAX_CHARS = 160
-
 
 FRESH_S = 1.0
 """Dashboards that show the same tree share an answer of up to this age."""
@@ -29,18 +26,6 @@ two steps, and a step may take many seconds."""
 MAX_ANSWERS = 16
 TreeQuery = tuple[Namespace | None, str | None, int]
 """What the caller sees, the node to begin at, and the most runs to return."""
-
-
-def first_difference(services: Services, session: Session) -> str | None:
-    """The text of the first prompt that goes on where nothing stored does, from that token on; None:
-    no prompt did, or text must not be shown."""
-    if not services.show_text:
-        return None
-    for prompt, admitted in session.prompts:
-        at = admitted.reason.at if admitted.reason else None
-        if at is not None:
-            return excerpt(services, prompt.ids[at : at + N_TOKENS].tolist())
-    return None
 
 
 def excerpt(services: Services, ids: Iterable[int]) -> str:

@@ -14,7 +14,7 @@ from firn.media.documents import Documents
 
 class DocumentReading(Extra):
     def add_to(self, services: Services, spec: ServerSpec, engine: Engine[Any]) -> Services:
-        return replace(services, read_documents=Documents().gather)
+        return replace(services, gathers=(*services.gathers, Documents().gather))
 
 
 EXTRA = DocumentReading

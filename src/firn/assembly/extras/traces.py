@@ -45,7 +45,7 @@ class TraceRecording(Extra):
             token_nbytes=engine.parts.budget.cost.per_token_nbytes,
             salt=user_salt(default_cache_dir()),
         )
-        return replace(services, recorder=self._recorder)
+        return replace(services, telemetry=replace(services.telemetry, recorder=self._recorder))
 
     def close(self) -> None:
         if self._recorder is not None:

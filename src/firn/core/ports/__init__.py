@@ -12,11 +12,11 @@ from firn.core.ports.runner import (
     At,
     LayerCache,
     LiveRow,
-    PickedToken,
     ReadChunk,
     Restored,
     RowView,
     Runner,
+    TakenTokens,
 )
 from firn.core.ports.text import Pictures, Tokenizer
 
@@ -34,7 +34,6 @@ __all__ = [
     "LayerCache",
     "LiveRow",
     "NullCursor",
-    "PickedToken",
     "Pictures",
     "Publish",
     "ReadChunk",
@@ -43,5 +42,6 @@ __all__ = [
     "RowView",
     "Runner",
     "SlicedQuery",
+    "TakenTokens",
     "Tokenizer",
 ]

@@ -84,17 +84,19 @@ class Restored(Protocol):
         ...
 
 
-class PickedToken(Protocol[R_co]):
-    """A row's newest token."""
+class TakenTokens(Protocol[R_co]):
+    """What one row took in a decode step: at least one token."""
 
     @property
     def row(self) -> R_co: ...
 
     @property
-    def token(self) -> int: ...
+    def tokens(self) -> tuple[int, ...]: ...
 
     @property
-    def logprob(self) -> TokenLogprob | None: ...
+    def logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """One for each token."""
+        ...
 
     @property
     def fault(self) -> FirnError | None:
@@ -103,12 +105,12 @@ class PickedToken(Protocol[R_co]):
 
     @property
     def n_drafted(self) -> int:
-        """Tokens drafted in the decode step that ends with this token."""
+        """Tokens that were drafted for it."""
         ...
 
     @property
-    def n_accepted(self) -> int:
-        """How many of them the model accepted."""
+    def n_right(self) -> int:
+        """How many of those the model accepted."""
         ...
 
 
@@ -202,7 +204,7 @@ class Runner(Protocol[R]):
         """Dispatch one decode step of a group."""
         ...
 
-    def collect(self, rows: Sequence[R], *, keep_in_flight: int) -> Sequence[PickedToken[R]]:
+    def collect(self, rows: Sequence[R], *, keep_in_flight: int) -> Sequence[TakenTokens[R]]:
         """Read the tokens of a group's dispatched steps, except the newest `keep_in_flight` steps.
 
         In order; a row may have several.

@@ -105,19 +105,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class PickedToken:
-    """A row's newest token. fault: why the row cannot continue, if its grammar has failed."""
-
-    row: Row
-    token: int
-    logprob: TokenLogprob | None
-    fault: FirnError | None = None
-    n_drafted: int = 0
-    n_accepted: int = 0
-    """On the last token of a step: how many tokens were drafted, and how many of them were right."""
-
-
-@dataclass(frozen=True, slots=True)
 class TakenTokens:
     """What one row took in a step. n_drafted: how many tokens were drafted for it. n_right: how
     many of those were right."""
@@ -128,16 +115,11 @@ class TakenTokens:
     n_drafted: int = 0
     n_right: int = 0
 
-    def picked(self) -> list[PickedToken]:
-        """The tokens one by one, for the engine."""
+    @property
+    def fault(self) -> FirnError | None:
+        """Why the row cannot continue, if its grammar has failed."""
         assert self.row.picker is not None
-        row, fault, last = self.row, self.row.picker.fault, len(self.tokens) - 1
-        out = [
-            PickedToken(row, t, self.logprobs[i], fault) for i, t in enumerate(self.tokens[:last])
-        ]
-        counts = self.n_drafted, self.n_right
-        out.append(PickedToken(row, self.tokens[last], self.logprobs[last], fault, *counts))
-        return out
+        return self.row.picker.fault
 
 
 class StepInFlight(Protocol):

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from firn.core.ports import ReadChunk, Restored
 from firn.core.values import Job, ModelInfo, Prompt
-from firn.models.decode.batch import MAX_PADDING_TOKENS, Group, PickedToken, Row, fork
+from firn.models.decode.batch import MAX_PADDING_TOKENS, Group, Row, TakenTokens, fork
 from firn.models.decode.batched_prefill import BatchedPrefill
 from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.forward import forward_of
@@ -258,7 +258,7 @@ class Runner:
         """Pick a step's tokens. Overridden for ranks: one of them picks for all."""
         return pick(logits, pickers, forced, allowed=allowed)
 
-    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
+    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[TakenTokens]:
         """Read the tokens of this group's steps, except the newest `keep_in_flight`.
 
         Rows that have left are skipped.
@@ -268,11 +268,10 @@ class Runner:
             return []
         if group.unread and not group.unread[-1].may_stay_in_flight:
             keep_in_flight = 0
-        out: list[PickedToken] = []
+        out: list[TakenTokens] = []
         while len(group.unread) > keep_in_flight:
-            for taken in self._steps.read(group, group.unread.pop(0)):
-                if taken.row.group is group:
-                    out += taken.picked()
+            taken = self._steps.read(group, group.unread.pop(0))
+            out += [each for each in taken if each.row.group is group]
         return out
 
     def confirm(self) -> None:

@@ -147,6 +147,11 @@ class ReplyReader:
         self._piece_end = 0
         """Where the last text or reasoning ends in the raw reply, or later: markup may lie before it."""
         self._n_calls = 0
+        self._is_forced = False
+        """Whether the last token was."""
+        self._hides = False
+        """Whether to hide forced tokens: they close thinking that had already ended, since they were
+        withdrawn too late. The model has seen them, but the user need not."""
 
     @property
     def in_reasoning(self) -> bool:
@@ -159,6 +164,11 @@ class ReplyReader:
 
     def feed(self, token: Token) -> list[Event]:
         self.n_completion += 1
+        if token.forced != self._is_forced:
+            self._is_forced = token.forced
+            self._hides = token.forced and not self.in_reasoning
+        if self._hides:
+            return []
         text = self._detokenizer.feed(token.id)
         if self._is_plain:
             return [TextDelta(self._choice, text)] if text else []

@@ -1,14 +1,14 @@
-"""Turns a request into a job: checks, renders, tokenizes, and prepares to read the reply."""
+"""Prepares a request for the engine: checks, renders, tokenizes, and plans how to read its replies."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+from firn.api.calls.prepared import Echo, PreparedRequest, ReplyPlan, ThinkLimit
 from firn.api.calls.prompting import gathered, make_prompt
-from firn.api.calls.running import RunningRequest
-from firn.api.calls.think_budget import ThinkBudget
 from firn.api.http.auth import Caller
 from firn.api.services import ApiLimits, Services
 from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
@@ -21,6 +21,7 @@ from firn.core.values import (
     Prompt,
     RawText,
     RawTokens,
+    RequestId,
     Sampling,
     ToolChoice,
     ToolMode,
@@ -28,13 +29,12 @@ from firn.core.values import (
 from firn.text.grammar.constraint import constraint
 from firn.text.reply.formats import PLAIN
 from firn.text.reply.reader import ReplyReader
-from firn.text.reply.unread_calls import UnreadCalls
 
 logger = logging.getLogger("firn.api")
 
 
-class JobMaker:
-    """Makes the jobs of one call, in the tokenize pool. Owner: its session."""
+class RequestPreparer:
+    """Prepares the requests of one call. Owner: its session."""
 
     def __init__(self, services: Services, caller: Caller, new_tool_id: Callable[[], str]) -> None:
         self._services = services
@@ -61,42 +61,36 @@ class JobMaker:
         for token in request.stop_tokens:
             if token >= model.vocab_size:
                 raise InvalidValue("stop_token_ids", f"the model has no token {token}")
-        if self._services.compile_grammar is None:
+        if self._services.grammars is None:
             refuse_constraints(request)
         self._services.preparations.check(request)
 
-    async def make(self, run: RunningRequest) -> Job:
-        """The job of a request. Also fills in the run, which nothing else reads meanwhile."""
-        async with gathered(self._services, run.request, self._namespace) as whole:
-            return await self._services.in_pool(self._key_id, lambda: self._job(run, whole))
+    async def prepare(self, id: RequestId, request: GenerateRequest) -> PreparedRequest:
+        """Raises BadRequest."""
+        async with gathered(self._services, request, self._namespace) as whole:
+            return await self._services.in_pool(self._key_id, lambda: self._prepared(id, whole))
 
-    def _job(self, run: RunningRequest, whole: GenerateRequest) -> Job:
-        """In the tokenize pool. whole: the run's request with all it refers to."""
-        services, request = self._services, run.request
-        model = services.engine.model
-        prompt = make_prompt(services, whole, self._namespace)
-        run.n_prompt = len(prompt)
-        if services.keeps_prompts:
-            run.prompt = prompt
-        if request.echo:
-            self._note_echo(run, prompt)
+    def _prepared(self, id: RequestId, request: GenerateRequest) -> PreparedRequest:
+        """In the tokenize pool. request: with all it refers to, which is not kept."""
+        services, model = self._services, self._services.engine.model
+        prompt = make_prompt(services, request, self._namespace)
         for note in prompt.notes:
-            logger.info("%s %s", run.id, note)
-        tail = services.prompts.tail(prompt) if isinstance(request.source, Chat) else ""
-        grammar = self._grammar(run, tail)
-        run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]
-        run.budgets = self._budgets(request)
-        if isinstance(request.source, Chat) and offers_tools(request.source):
-            run.call_watches = [UnreadCalls(request.source.tools) for _ in range(request.n)]
-        return Job(
-            id=run.id,
+            logger.info("%s %s", id, note)
+        chat = request.source if isinstance(request.source, Chat) else None
+        tail = services.prompts.tail(prompt) if chat else ""
+        grammar, unenforced = self._grammar(request, tail)
+        if unenforced and chat:
+            logger.info("%s: no grammar can enforce %s", id, ", ".join(unenforced))
+        echo = self._echo(request, prompt) if request.echo else None
+        job = Job(
+            id=id,
             prompt=prompt,
             max_tokens=reply_length(request, prompt, model, services.limits),
             sampling=sampling_for(model, request.sampling),
             n=request.n,
             eos=self._eos(request, grammar),
             top_logprobs=request.top_logprobs,
-            prompt_logprobs=run.echoed_ids is not None,
+            prompt_logprobs=echo is not None and echo.ids is not None,
             namespace=self._namespace,
             cache=request.cache,
             grammar=grammar,
@@ -104,6 +98,19 @@ class JobMaker:
             prediction=self._prediction(request),
             preparation=services.preparations.of(request),
         )
+        replies = ReplyPlan(
+            id,
+            len(prompt),
+            self._readers(request, tail),
+            n=request.n,
+            top_logprobs=request.top_logprobs,
+            echo=echo,
+            think_limit=self._think_limit(request),
+            tools=chat.tools if chat and offers_tools(chat) else (),
+            unenforced=unenforced,
+            may_skip=job.preparation is not None,
+        )
+        return PreparedRequest(job, replies)
 
     def _prediction(self, request: GenerateRequest) -> tuple[int, ...]:
         """It only guides drafts, so a control token in it does no harm."""
@@ -111,43 +118,43 @@ class JobMaker:
         tokens = services.tokenizer.encode(request.prediction, add_special=False)
         return tuple(tokens[: services.engine.model.context_length])
 
-    def _note_echo(self, run: RunningRequest, prompt: Prompt) -> None:
-        match run.request.source:
+    def _echo(self, request: GenerateRequest, prompt: Prompt) -> Echo | None:
+        match request.source:
             case RawText(text=text) | FillInMiddle(prefix=text):
-                run.echo = text
+                pass
             case RawTokens(ids):
-                run.echo = self._services.tokenizer.decode(ids)
+                text = self._services.tokenizer.decode(ids)
             case Chat():
-                return
-        if run.request.top_logprobs is not None:
-            run.echoed_ids = prompt.ids
+                return None
+        return Echo(text, None if request.top_logprobs is None else prompt.ids)
 
-    def _grammar(self, run: RunningRequest, prompt_tail: str) -> object:
-        """The compiled constraint on the request's replies; None: there is none."""
-        services, source = self._services, run.request.source
-        if services.compile_grammar is None:
-            return None
+    def _grammar(
+        self, request: GenerateRequest, prompt_tail: str
+    ) -> tuple[object, tuple[str, ...]]:
+        """The compiled constraint on the request's replies, None without one; and the parts of the
+        request that it does not enforce."""
+        services = self._services
+        if services.grammars is None:
+            return None, ()
         enforced = constraint(
-            run.request,
+            request,
             format=services.reply_format,
             tokenizer=services.tokenizer,
             prompt_tail=prompt_tail,
-            relax=services.relaxer(self._namespace),
+            relax=services.grammars.relaxer(self._namespace),
         )
-        left_out = run.unenforced = enforced.left_out
-        if left_out and isinstance(source, Chat):
-            logger.info("%s: no grammar can enforce %s", run.id, ", ".join(left_out))
         if enforced.grammar is None:
-            return None
-        return services.compile_grammar(enforced.grammar, self._namespace)
+            return None, enforced.left_out
+        compiled = services.grammars.compile(enforced.grammar, self._namespace)
+        return compiled, enforced.left_out
 
-    def _reader(self, run: RunningRequest, prompt_tail: str, choice: int) -> ReplyReader:
-        services, request = self._services, run.request
+    def _readers(self, request: GenerateRequest, prompt_tail: str) -> Callable[..., ReplyReader]:
+        services = self._services
         # A raw completion is shown as it is: it has no markup to split off.
         chat = request.source if isinstance(request.source, Chat) else None
-        return ReplyReader(
+        return partial(
+            ReplyReader,
             services.tokenizer,
-            choice=run.first_choice + choice,
             stop=request.stop,
             format=PLAIN if chat is None else services.reply_format,
             tools=() if chat is None else chat.tools,
@@ -157,12 +164,12 @@ class JobMaker:
             logprobs=request.top_logprobs is not None,
         )
 
-    def _budgets(self, request: GenerateRequest) -> list[ThinkBudget]:
+    def _think_limit(self, request: GenerateRequest) -> ThinkLimit | None:
         limit, closing = request.reasoning.budget_tokens, self._services.reply_format.closing
         if limit is None or not closing or not isinstance(request.source, Chat):
-            return []
-        tokens = tuple(self._services.tokenizer.encode(closing, add_special=False))
-        return [ThinkBudget(limit, tokens) for _ in range(request.n)]
+            return None
+        tokens = self._services.tokenizer.encode(closing, add_special=False)
+        return ThinkLimit(limit, tuple(tokens))
 
     def _eos(self, request: GenerateRequest, grammar: object) -> frozenset[int]:
         """The tokens that end its replies."""
