@@ -32,7 +32,7 @@ from firn.engine import EngineLimits, EngineParts, NoPreparation
 from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Loop
 from firn.engine.sequence import ForcedTokens
-from firn.models.decode.batch import Group, TakenTokens, Row
+from firn.models.decode.batch import Group, Row, TakenTokens
 from firn.models.decode.execution import PLAIN_EXECUTION, Execution
 from firn.models.decode.pipelined import PipelinedVerification
 from firn.models.decode.ragged import ALL_COLUMNS, Columns
