@@ -118,8 +118,8 @@ class RememberingScorer(AttentionScorer):
         if reading.prompt.ids.tobytes() not in self._known:
             super().read(reading, n_tokens, alone=alone)
 
-    def settle(self, reading: Reading) -> bool:
-        return reading.prompt.ids.tobytes() in self._known or super().settle(reading)
+    def finish_slice(self, reading: Reading) -> bool:
+        return reading.prompt.ids.tobytes() in self._known or super().finish_slice(reading)
 
     def scores(self, reading: Reading) -> Scores:
         key = reading.prompt.ids.tobytes()
@@ -204,8 +204,8 @@ class TimedScorer(AttentionScorer):
         self._began = time.perf_counter()
         super().read(reading, n_tokens, alone=alone)
 
-    def settle(self, reading: Reading) -> bool:
-        is_over = super().settle(reading)
+    def finish_slice(self, reading: Reading) -> bool:
+        is_over = super().finish_slice(reading)
         self.seconds[self._stage] += time.perf_counter() - self._began
         return is_over
 
@@ -302,7 +302,7 @@ def scorer_run(
                 is_over = False
                 while not is_over:
                     scorer.read(reading, chunk, alone=True)
-                    is_over = scorer.settle(reading)
+                    is_over = scorer.finish_slice(reading)
                 scorer.scores(reading)
                 took = time.perf_counter() - began
                 scorer.close_reading(reading)

@@ -60,7 +60,7 @@ class Oracle:
     def prepare(self, row: Hashable) -> bool:
         return True
 
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+    def extend(self, row: Hashable, tokens: Sequence[int]) -> None:
         if row in self._rows:
             reply, n = self._rows[row]
             self._rows[row] = reply, n + len(tokens)

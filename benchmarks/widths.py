@@ -108,7 +108,7 @@ class Bench:
             host = time.perf_counter() - began
             (before if ahead else tokens).tolist()
             before = tokens
-            step.settle([width] * self.n_rows)
+            step.keep([width] * self.n_rows)
             times.append((host, time.perf_counter() - heard))
             heard = time.perf_counter()
         return times

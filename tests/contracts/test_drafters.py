@@ -43,12 +43,12 @@ class OnRows:
         row = self._rows[name] = Row(self._make_layers())
         Group.of_one(row, ids[0])
         self._drafter.open(row, job)
-        self.took(name, ids[1:])
+        self.extend(name, ids[1:])
 
     def prepare(self, name: Hashable) -> bool:
         return bool(self._drafter.prepare(self._rows.get(name)))
 
-    def took(self, name: Hashable, tokens: Sequence[int]) -> None:
+    def extend(self, name: Hashable, tokens: Sequence[int]) -> None:
         row = self._rows.get(name)
         if row is None or row.group is None:
             return
@@ -104,7 +104,7 @@ def prepare(drafter: Drafter, row: str) -> None:
 def test_rows_that_it_was_not_told_of_are_none_of_its_business(drafter: Drafter) -> None:
     assert drafter.draft(["nobody"], 4) == [NO_DRAFT]
     assert not drafter.prepare("nobody")
-    drafter.took("nobody", [1, 2])
+    drafter.extend("nobody", [1, 2])
     drafter.close("nobody")
 
 
@@ -122,18 +122,18 @@ def test_drafts_are_no_longer_than_asked_for_and_each_token_has_a_kind(drafter: 
 def test_drafting_twice_changes_nothing(drafter: Drafter) -> None:
     drafter.open("row", job())
     prepare(drafter, "row")
-    drafter.took("row", [7])
+    drafter.extend("row", [7])
     assert drafter.draft(["row"], 4) == drafter.draft(["row"], 4)
 
 
 def test_rows_do_not_disturb_each_other(drafter: Drafter) -> None:
     drafter.open("one", job())
     prepare(drafter, "one")
-    drafter.took("one", [7, 8])
+    drafter.extend("one", [7, 8])
     (alone,) = drafter.draft(["one"], 4)
     drafter.open("two", job([20, 21, 22, 20, 21]))
     prepare(drafter, "two")
-    drafter.took("two", [22])
+    drafter.extend("two", [22])
     both = drafter.draft(["one", "two", "nobody"], 4)
     assert len(both) == 3
     assert both[0] == alone

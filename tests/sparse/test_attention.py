@@ -39,7 +39,7 @@ def scores_of(scorer: Any, prompt: Prompt, *, slice_tokens: int = 64) -> tuple[S
     reading = scorer.open(prompt, EVERYONE, CacheControl())
     n = 1
     scorer.read(reading, slice_tokens)
-    while not scorer.settle(reading):
+    while not scorer.finish_slice(reading):
         scorer.read(reading, slice_tokens)
         n += 1
     scores = scorer.scores(reading)
@@ -99,7 +99,7 @@ def test_the_lookahead_is_one_slice_while_nobody_waits(name: str) -> None:
     patient, _ = scores_of(made(name), prompt)
     reading, n = scorer.open(prompt, EVERYONE, CacheControl()), 1
     scorer.read(reading, 64, alone=True)
-    while not scorer.settle(reading):
+    while not scorer.finish_slice(reading):
         scorer.read(reading, 64, alone=True)
         n += 1
     assert np.allclose(scorer.scores(reading), patient, atol=1e-4)
@@ -134,7 +134,7 @@ def test_a_reading_that_is_given_up_keeps_what_it_has_read() -> None:
     scorer, prompt = made("llama"), prompt_of(300)
     reading = scorer.open(prompt, EVERYONE, CacheControl())
     scorer.read(reading, 128)
-    scorer.settle(reading)
+    scorer.finish_slice(reading)
     scorer.close_reading(reading)
     _, n = scores_of(scorer, prompt, slice_tokens=64)
     assert n == 3 + N_LOOKAHEAD + 1

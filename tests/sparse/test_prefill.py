@@ -63,9 +63,9 @@ class DiceScorer:
         assert n_tokens > 0
         self.at.get("read", _nothing)()
 
-    def settle(self, reading: Scoring) -> bool:
+    def finish_slice(self, reading: Scoring) -> bool:
         assert not reading.closed
-        self.at.get("settle", _nothing)()
+        self.at.get("finish_slice", _nothing)()
         reading.n_done += 1
         return reading.n_done == self.n_slices
 
@@ -239,7 +239,7 @@ class ReadingScorer(DiceScorer):
         self.asked.append((n_tokens, alone))
         reading.n_done = min(reading.n_done + n_tokens, len(reading.prompt))
 
-    def settle(self, reading: Scoring) -> bool:
+    def finish_slice(self, reading: Scoring) -> bool:
         return reading.n_done == len(reading.prompt)
 
     def n_left(self, reading: Scoring) -> int:
@@ -289,7 +289,7 @@ def test_thinned_and_whole_prompts_share_a_batch(n: int) -> None:
 # --- faults --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["open", "read", "settle"])
+@pytest.mark.parametrize("stage", ["open", "read", "finish_slice"])
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
 def test_a_scorer_that_fails_costs_time_and_nothing_else(
     stage: str, error: type[Exception], caplog: pytest.LogCaptureFixture
@@ -385,7 +385,7 @@ def test_a_thinned_request_that_was_preempted_continues_as_it_was() -> None:
 # --- cancelled requests --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["open", "read", "settle"])
+@pytest.mark.parametrize("stage", ["open", "read", "finish_slice"])
 def test_a_request_can_be_cancelled_while_it_is_scored(stage: str) -> None:
     scorer, cache = DiceScorer(n_slices=10), DictCache()
     with HashEngine(cache=cache, scorer=scorer) as lab:

@@ -303,7 +303,7 @@ class Clairvoyant:
     def prepare(self, row: Hashable) -> bool:
         return True
 
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+    def extend(self, row: Hashable, tokens: Sequence[int]) -> None:
         seen = self._rows[row]
         seen.reply += tokens
         if seen.next[: len(tokens)] == list(tokens):

@@ -11,10 +11,10 @@ from firn.cache.arrays.payload import (
     Payload,
     Views,
     by_layer,
+    evaluate_filled,
     gathered,
     gathers,
     n_at_once,
-    settle,
     stacked,
     try_gathering,
 )
@@ -150,7 +150,7 @@ class Layout:
             codec, layer = mine[i]
             codec.fill(layer, pieces, n_tokens)
             if at_once > 1 and (i + 1) % at_once == 0:
-                settle([layer for _, layer in mine[i + 1 - at_once : i + 1]])
+                evaluate_filled([layer for _, layer in mine[i + 1 - at_once : i + 1]])
 
     @property
     def can_keep_pages_in_rows(self) -> bool:

@@ -1,7 +1,7 @@
 """What the engine thread does: step after step over the requests in flight.
 
     plan -> admit -> launch a decode step -> dispatch one prefill chunk -> read the tokens
-    -> let prompts join that skipped to their end -> publish -> settle the chunk, commit what it finished
+    -> let prompts join that skipped to their end -> publish -> finish the chunk, commit what it finished
 
 Each verb is a module of its own: scheduler (plan), prefill, decode, recovery. They share `InFlight`.
 

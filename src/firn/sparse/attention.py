@@ -6,9 +6,9 @@ of a reply, the lookahead. At the end the lookahead's queries are compared with 
     score of a token = mean over the lookahead of its largest weight in any head of any layer
 
 The work is done in slices: a chunk of the prompt, one lookahead token (all of them if nothing else
-is waiting), the comparison. `read` dispatches a slice, `settle` waits for it. A slice waits for the
-one before it: MLX cannot write in place into a buffer that a kernel in flight still reads, and
-would copy the row's keys and values.
+is waiting), the comparison. `read` dispatches a slice, `finish_slice` waits for it. A slice waits
+for the one before it: MLX cannot write in place into a buffer that a kernel in flight still reads,
+and would copy the row's keys and values.
 
 Owner: the engine thread.
 """
@@ -208,7 +208,7 @@ class AttentionScorer:
         reading.pending, reading.attended = [reading.scores], {}
         mx.async_eval(reading.pending)
 
-    def settle(self, reading: Reading) -> bool:
+    def finish_slice(self, reading: Reading) -> bool:
         mx.eval(reading.pending)
         reading.pending = []
         if not reading.n_generated:

@@ -167,7 +167,7 @@ class SparsePrefill(Generic[S]):
         """Wait for the slice. After the last one, thin the prompt."""
         scores, scoring = None, self._scorings[task.number]
         with self._else_in_full(task):
-            is_over = self._scorer.settle(scoring)
+            is_over = self._scorer.finish_slice(scoring)
             took_s = time.perf_counter() - task.chunk_began
             self._speed.observe(task.chunk_start, self._n_scored(task), took_s)
             if not is_over:

@@ -32,13 +32,13 @@ class Scorer(Protocol[S]):
         ...
 
     def read(self, reading: S, n_tokens: int, *, alone: bool = False) -> None:
-        """Dispatch the next slice, in chunks of `n_tokens`; `settle` waits for it.
+        """Dispatch the next slice, in chunks of `n_tokens`; `finish_slice` waits for it.
 
         alone: no other request is waiting, so the slice may be longer.
         """
         ...
 
-    def settle(self, reading: S) -> bool:
+    def finish_slice(self, reading: S) -> bool:
         """Wait for what was dispatched; True: it was the last slice."""
         ...
 

@@ -124,9 +124,9 @@ class Heard(Lookup):
         self.tokens: list[int] = []
         self.n_drafts = 0
 
-    def took(self, row: Any, tokens: Sequence[int]) -> None:
+    def extend(self, row: Any, tokens: Sequence[int]) -> None:
         self.tokens += tokens
-        super().took(row, tokens)
+        super().extend(row, tokens)
 
     def draft(self, rows: Sequence[Any], n_most: int) -> Any:
         self.n_drafts += 1

@@ -45,7 +45,7 @@ def take(
 ) -> None:
     step = RaggedStep(layers, [len(f) for f in fed], FED)
     mx.eval(model(mx.array(fed), cache=in_blocks(layers, columns)))
-    step.settle(kept)
+    step.keep(kept)
 
 
 def recorded(layers: list[Any], layout: Layout, lengths: Sequence[int]) -> list[bytes]:

@@ -42,7 +42,7 @@ class KnownReplies:
     def prepare(self, row: Hashable) -> bool:
         return True
 
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+    def extend(self, row: Hashable, tokens: Sequence[int]) -> None:
         if row in self._known:
             reply, n = self._known[row]
             self._known[row] = reply, n + len(tokens)

@@ -85,7 +85,7 @@ class Oracle:
     def prepare(self, row: Hashable) -> bool:
         return True
 
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+    def extend(self, row: Hashable, tokens: Sequence[int]) -> None:
         self._n[row] += len(tokens)
 
     def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:
@@ -148,7 +148,7 @@ class SlowDecisions(Speculation):
 class PriorPrices(StepTimes):
     """Believes of wide steps what the device's profile says."""
 
-    def saw_wide(
+    def observe_wide(
         self, n_rows: int, shape: StepShape, seconds: float, *, is_new: bool = False
     ) -> float:
         return max(seconds / self.plain_s(n_rows), 1.0) if self.plain_s(n_rows) else 1.0

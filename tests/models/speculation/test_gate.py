@@ -27,9 +27,9 @@ def measured(prices: dict[int, float], *, n_rows: int = 1, profile: StepProfile 
     """Times of a machine on which a step of each width takes as long as `prices` plain ones."""
     times = StepTimes(profile)
     for _ in range(9):
-        times.saw_plain(n_rows, 0.5)
+        times.observe_plain(n_rows, 0.5)
         for width, price in prices.items():
-            times.saw_wide(n_rows, StepShape(width), 0.5 * price)
+            times.observe_wide(n_rows, StepShape(width), 0.5 * price)
     return times
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_tried_before_plain_steps_are_measured() -> None:
     times = StepTimes(CPU)
     assert best_width(times, [KEEN]) == 1
     for _ in range(N_SURE):
-        times.saw_plain(1, 0.5)
+        times.observe_plain(1, 0.5)
     assert best_width(times, [KEEN]) > 1
     assert best_width(times, [KEEN] * 2, n_seats=2) == 1, "of two rows nothing is known"
 
@@ -135,20 +135,20 @@ def test_steps_that_are_padded_cost_what_they_are_padded_to() -> None:
 def test_prices_follow_a_machine_that_becomes_slower() -> None:
     times = measured({9: 2.0})
     for _ in range(9):
-        times.saw_plain(1, 1.5)
+        times.observe_plain(1, 1.5)
     assert times.price(1, 9) == 1.0, "what is known of wide ones is of another moment: it is tried"
     for _ in range(9):
-        times.saw_wide(1, StepShape(9), 4.5)
+        times.observe_wide(1, StepShape(9), 4.5)
     assert times.price(1, 9) == pytest.approx(3.0)
 
 
 def test_single_slow_steps_say_nothing() -> None:
     times = measured({9: 1.5})
     for _ in range(4):
-        charged = times.saw_wide(1, StepShape(9), 50.0)
+        charged = times.observe_wide(1, StepShape(9), 50.0)
         assert charged == pytest.approx(1.5)
     for _ in range(3):
-        times.saw_plain(1, 50.0)
+        times.observe_plain(1, 50.0)
     assert times.plain_s(1) == pytest.approx(0.5)
 
 
@@ -169,7 +169,7 @@ def test_drafts_that_were_dear_are_tried_again_after_a_while() -> None:
     times = measured(dict.fromkeys(WIDTHS[1:], 30.0))
     assert best_width(times, [KEEN]) == 1
     for _ in range(LONG):
-        times.saw_plain(1, 0.5)
+        times.observe_plain(1, 0.5)
     assert best_width(times, [KEEN]) > 1
 
 
@@ -179,26 +179,26 @@ def test_another_width_is_tried_again_beside_one_that_is_cheap(used: int, other:
     times = measured({used: 1.2, other: 4.0}, profile=CUDA)
     before = times.price(1, other)
     for _ in range(LONG):
-        times.saw_wide(1, StepShape(used), 0.5 * 1.2)
+        times.observe_wide(1, StepShape(used), 0.5 * 1.2)
     assert before == pytest.approx(4.0)
     assert times.price(1, other) < 2.0
     for _ in range(N_SURE):
-        times.saw_wide(1, StepShape(other), 0.5 * 4.0)
+        times.observe_wide(1, StepShape(other), 0.5 * 4.0)
     assert times.price(1, other) == pytest.approx(4.0), "now it is known"
 
 
 def n_believed(times: StepTimes, gain: float) -> int:
     """The number of wide steps until plain ones are measured again."""
-    times.saw_plain(1, 0.5)
+    times.observe_plain(1, 0.5)
     n = 0
     while times.knows(1):
-        times.saw_wide(1, StepShape(2), 0.7)
+        times.observe_wide(1, StepShape(2), 0.7)
         times.trust(1, gain)
         n += 1
         assert n < LONG
     for _ in range(N_SURE - 1):
         assert best_width(times, [KEEN]) == 1
-        times.saw_plain(1, 0.5)
+        times.observe_plain(1, 0.5)
     assert times.knows(1)
     return n
 
@@ -215,15 +215,15 @@ def test_plain_steps_of_a_slow_moment_are_found_out() -> None:
     """A server that trusted them would draft at a loss for a long time."""
     times = StepTimes(CPU)
     for _ in range(9):
-        times.saw_plain(1, 1.0)
+        times.observe_plain(1, 1.0)
     n = 0
     while times.knows(1):
-        times.saw_wide(1, StepShape(2), 0.7)
+        times.observe_wide(1, StepShape(2), 0.7)
         times.trust(1, 1.4)
         n += 1
         assert n < LONG
     for _ in range(N_SURE - 1):
-        times.saw_plain(1, 0.5)
+        times.observe_plain(1, 0.5)
     assert times.plain_s(1) == pytest.approx(0.5)
     assert best_width(times, [WEAK]) == 1
 
@@ -231,14 +231,14 @@ def test_plain_steps_of_a_slow_moment_are_found_out() -> None:
 def test_plain_steps_that_took_longer_than_wide_ones_are_not_believed_for_long() -> None:
     """However much drafts gain by them: most of those kept may have been hiccups."""
     times = measured({16: 0.7})
-    times.saw_plain(1, 0.5)
+    times.observe_plain(1, 0.5)
     for _ in range(N_AGED):
         assert times.knows(1)
-        times.saw_wide(1, StepShape(16), 0.35)
+        times.observe_wide(1, StepShape(16), 0.35)
         times.trust(1, 10.0)
     assert not times.knows(1)
     for _ in range(N_SURE - 1):
-        times.saw_plain(1, 0.25)
+        times.observe_plain(1, 0.25)
     assert times.price(1, 16) == pytest.approx(1.4)
 
 
@@ -247,21 +247,23 @@ def test_drafts_that_are_never_right_are_not_tried_because_wide_steps_seem_cheap
     times = measured(dict.fromkeys(WIDTHS[1:], 0.7))
     assert best_width(times, [WEAK]) == 1
     assert best_width(times, [KEEN]) > 1
-    assert times.saw_wide(1, StepShape(9), 0.35) == 1.0, "nothing is earned by it"
+    assert times.observe_wide(1, StepShape(9), 0.35) == 1.0, "nothing is earned by it"
 
 
 def test_steps_that_compile_kernels_are_not_measured() -> None:
     """On a GPU the first ones of every width take a hundred times as long."""
     times = StepTimes(CUDA)
     for _ in range(5):
-        times.saw_plain(1, 0.01)
+        times.observe_plain(1, 0.01)
     for _ in range(5):
-        assert times.saw_wide(1, StepShape(16), 3.0, is_new=True) < 3.0
+        assert times.observe_wide(1, StepShape(16), 3.0, is_new=True) < 3.0
     assert not times.is_measured(1, 16)
     for _ in range(N_SURE):
-        assert times.saw_wide(1, StepShape(16), 0.012) == pytest.approx(1.2)
+        assert times.observe_wide(1, StepShape(16), 0.012) == pytest.approx(1.2)
     for _ in range(9):
-        assert times.saw_wide(1, StepShape(16), 3.0, is_new=True) < 2.0, "a block of columns later"
+        assert times.observe_wide(1, StepShape(16), 3.0, is_new=True) < 2.0, (
+            "a block of columns later"
+        )
     assert times.price(1, 16) < 1.3
 
 
@@ -270,11 +272,13 @@ def test_steps_whose_cost_is_not_known_yet_are_charged_what_they_take() -> None:
     hiccup."""
     times = StepTimes(CUDA)
     for _ in range(5):
-        times.saw_plain(1, 0.01)
+        times.observe_plain(1, 0.01)
     prior = times.price(1, 16)
-    assert times.saw_wide(1, StepShape(16), 0.5) == pytest.approx(2 * prior)
-    assert times.saw_wide(1, StepShape(16), 0.5) == pytest.approx(50.0)
-    assert times.saw_wide(1, StepShape(4), 0.5, is_new=True) == pytest.approx(2 * prior, rel=0.2)
+    assert times.observe_wide(1, StepShape(16), 0.5) == pytest.approx(2 * prior)
+    assert times.observe_wide(1, StepShape(16), 0.5) == pytest.approx(50.0)
+    assert times.observe_wide(1, StepShape(4), 0.5, is_new=True) == pytest.approx(
+        2 * prior, rel=0.2
+    )
 
 
 def test_plain_steps_of_a_new_shape_are_not_measured() -> None:
@@ -306,15 +310,15 @@ def test_drafts_do_not_pay_for_the_beginnings_of_replies() -> None:
 def test_losses_shut_drafts_out_until_they_are_earned_again() -> None:
     allowance, lost, n_plain = Allowance(), 0.0, 0
     while allowance.is_open:
-        allowance.settle(-0.25)
+        allowance.add(-0.25)
         lost += 0.25
     while not allowance.is_open:
         allowance.earn()
         n_plain += 1
     assert n_plain >= 0.25 / 0.005 or lost == gate.CREDIT
     for _ in range(1000):
-        allowance.settle(5.0)
-    allowance.settle(-gate.MOST)
+        allowance.add(5.0)
+    allowance.add(-gate.MOST)
     assert not allowance.is_open, "gains of long ago pay for little"
 
 
@@ -333,7 +337,7 @@ def test_what_may_lose_more_than_is_left_is_not_tried() -> None:
 
 def test_however_much_is_lost_drafts_get_another_chance() -> None:
     allowance = Allowance()
-    allowance.settle(-1e6)
+    allowance.add(-1e6)
     n_plain = 0
     while not allowance.is_open:
         allowance.earn()
@@ -349,7 +353,7 @@ def test_drafts_that_take_time_must_be_worth_it() -> None:
         times = measured(FLAT)
         for _ in range(9):
             for width, price in FLAT.items():
-                times.saw_wide(1, StepShape(width, True), 0.5 * (price + draft_s * (width - 1)))
+                times.observe_wide(1, StepShape(width, True), 0.5 * (price + draft_s * (width - 1)))
         return best_width(times, [expected], is_asked=True)
 
     assert best(0.0) > best(0.2) > 1
@@ -360,10 +364,10 @@ def test_a_slow_drafter_is_asked_again_after_a_while() -> None:
     times = measured(FLAT)
     for width in WIDTHS[1:]:
         for _ in range(N_SURE):
-            times.saw_wide(1, StepShape(width, True), 50.0)
+            times.observe_wide(1, StepShape(width, True), 50.0)
     assert best_width(times, [KEEN], is_asked=True) == 1
     for _ in range(LONG):
-        times.saw_plain(1, 0.5)
+        times.observe_plain(1, 0.5)
     assert best_width(times, [KEEN], is_asked=True) > 1
 
 
@@ -371,10 +375,10 @@ def test_odds_are_learnt_and_forgotten() -> None:
     odds = Odds()
     assert odds.of((0, 3), 0.5) == 0.5
     for _ in range(100):
-        odds.saw((0, 3), True)
+        odds.observe((0, 3), True)
     assert odds.of((0, 3), 0.5) > 0.9
     for _ in range(1000):
-        odds.saw((0, 3), False)
+        odds.observe((0, 3), False)
     assert odds.of((0, 3), 0.5) < 0.1
     assert odds.of((0, 4), 0.5) == 0.5
 
@@ -382,8 +386,8 @@ def test_odds_are_learnt_and_forgotten() -> None:
 def test_odds_of_a_drafter_that_is_not_asked_are_forgotten() -> None:
     odds = Odds()
     for _ in range(100):
-        odds.saw((2, 0), False)
-        odds.saw((1, 0), False)
+        odds.observe((2, 0), False)
+        odds.observe((1, 0), False)
     for _ in range(10):
         odds.age(2)
     assert odds.of((2, 0), 0.7) > 0.6

@@ -469,9 +469,9 @@ def test_a_width_is_priced_as_it_is_computed(name: str, is_padded: bool) -> None
     profile = named("cuda").step_profile(model, lambda: list(make_prompt_cache(model)))
     times = StepTimes(profile)
     for _ in range(3):
-        times.saw_plain(1, 1.0)
+        times.observe_plain(1, 1.0)
     width = 4 if is_padded else 2
     for _ in range(3):
-        times.saw_wide(1, StepShape(width), 1.5)
+        times.observe_wide(1, StepShape(width), 1.5)
     assert times.is_measured(1, 2)
     assert times.price(1, 2) == 1.5

@@ -228,7 +228,7 @@ def copies_are_awaited() -> bool:
     return transfers().awaits_copies
 
 
-def settle(layers: Sequence[LayerCache]) -> None:
+def evaluate_filled(layers: Sequence[LayerCache]) -> None:
     """Compute filled layers now, so that what they were joined from can be freed."""
     mx.eval([layer.state for layer in layers])
 

@@ -151,7 +151,7 @@ class StepInFlight(Protocol):
         """Wait for its tokens. Idempotent: a fault is raised again by every call."""
         ...
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Finish what it may take back, before anything else happens to its rows. A fault is raised
         when it is read, not here."""
         ...
@@ -233,7 +233,7 @@ class Group:
 
     def join(self, row: Row, token: int, *, n_seats: int = 1) -> None:
         """Give the row a seat. n_seats: how many to add at most, for this row and later ones."""
-        self.settle()
+        self.sync()
         self.catch_up()
         seat = next((i for i, r in enumerate(self.seats) if r.group is not self), None)
         if seat is not None:
@@ -287,10 +287,10 @@ class Group:
         nbytes = sum(int(layer.nbytes) for layer in self.layers)
         return nbytes * len(self.rows) // len(self.seats)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Finish steps with drafts before anything else happens to its rows."""
         for step in self.unread:
-            step.settle()
+            step.sync()
 
     def catch_up(self) -> None:
         """Make all layers hold the same tokens: a prediction head skips steps without drafts."""
@@ -305,7 +305,7 @@ class Group:
             self.is_ready = True
 
     def leave(self, gone: Sequence[Row]) -> None:
-        self.settle()
+        self.sync()
         for row in gone:
             if row.group is self:
                 self.seats[row.index] = _vacancy(row)

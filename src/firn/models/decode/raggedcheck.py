@@ -130,5 +130,5 @@ def _step(
     ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
     logits: mx.array = model(ids, cache=in_blocks(layers, columns))
     mx.eval(logits)
-    step.settle(kept)
+    step.keep(kept)
     return logits

@@ -108,7 +108,7 @@ class RaggedStep:
             else:
                 self._before.append((layer, _handles(layer)))
 
-    def settle(self, kept: Sequence[int]) -> None:
+    def keep(self, kept: Sequence[int]) -> None:
         """kept: how many of the tokens it was fed each row keeps, from the first on."""
         same: tuple[Any, Any] = None, None
         for layer, before in self._before:

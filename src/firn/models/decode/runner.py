@@ -205,7 +205,7 @@ class Runner:
 
         For models whose rows can share a group only if all take equally many tokens per step.
         """
-        group.settle()
+        group.sync()
         row, rest = group.seats[0], group.seats[0].pending[:-1]
         if len(group.seats) > 1 or not rest:
             return
@@ -221,7 +221,7 @@ class Runner:
         """
         picker_of(row).replay(reply)
         row.alone = alone
-        self.speculator.took(row, reply)
+        self.speculator.extend(row, reply)
 
     def force(self, row: Row, tokens: Sequence[int], *, at: int) -> None:
         """Fix the row's tokens from position `at` on. That position must not have been picked yet."""

@@ -61,7 +61,7 @@ class Speculator(Protocol):
 
     def close(self, row: Row) -> None: ...
 
-    def took(self, row: Row, tokens: Sequence[int]) -> None:
+    def extend(self, row: Row, tokens: Sequence[int]) -> None:
         """The row's reply continues with these tokens."""
         ...
 
@@ -102,7 +102,7 @@ class NoSpeculation:
     def close(self, row: Row) -> None:
         pass
 
-    def took(self, row: Row, tokens: Sequence[int]) -> None:
+    def extend(self, row: Row, tokens: Sequence[int]) -> None:
         pass
 
     def propose(self, group: Group, read_all: Callable[[], None]) -> list[tuple[int, ...]] | None:
@@ -266,7 +266,7 @@ class PlainInFlight:
                 self._taken.append(TakenTokens(row, (token,), (logprob,)))
         return self._taken
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         pass
 
 

@@ -134,7 +134,7 @@ class Verification:
     def may_stay_in_flight(self) -> bool:
         return can_be_cut_meanwhile(self.group.layers)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         with suppress(Exception):
             self.read()
 
@@ -170,7 +170,7 @@ class Verification:
     def _end(self, kept: Sequence[int]) -> None:
         """kept: for each row, how many of the tokens it was fed it keeps."""
         assert self.step is not None
-        self.step.settle(kept)
+        self.step.keep(kept)
         self.group.next_tokens = as_picked([row.pending[-1] for row in self.rows])
         self.group.width = max(row.n_tokens for row in self.rows)
 

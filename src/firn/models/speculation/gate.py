@@ -41,9 +41,9 @@ class Allowance:
 
     def earn(self) -> None:
         """A plain step."""
-        self.settle(MAX_LOSS)
+        self.add(MAX_LOSS)
 
-    def settle(self, gain: float) -> None:
+    def add(self, gain: float) -> None:
         """gain: of a step with drafts. Losses are negative."""
         self.steps = max(min(self.steps + gain, MOST), -CREDIT)
 
@@ -51,7 +51,7 @@ class Allowance:
 class Unlimited(Allowance):
     """For drafts that are tried whatever they cost."""
 
-    def settle(self, gain: float) -> None:
+    def add(self, gain: float) -> None:
         pass
 
 

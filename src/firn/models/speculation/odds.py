@@ -23,7 +23,7 @@ class Odds:
     _right: dict[Kind, float] = field(default_factory=dict)
     _all: dict[Kind, float] = field(default_factory=dict)
 
-    def saw(self, kind: Kind, is_right: bool) -> None:
+    def observe(self, kind: Kind, is_right: bool) -> None:
         n = self._all.get(kind, 0.0)
         fading = min(1.0, MEMORY / (n + 1.0))
         self._all[kind] = n * fading + 1.0

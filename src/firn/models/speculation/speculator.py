@@ -120,19 +120,19 @@ class Speculation:
                     self.drafters[self._costly].open(row, job)
                     drafted.has_costly = True
 
-    def took(self, row: Row, tokens: Sequence[int]) -> None:
+    def extend(self, row: Row, tokens: Sequence[int]) -> None:
         """The row's reply continues with these tokens: score its draft by them, and draft again."""
         drafted = self._rows.get(row)
         if drafted is None:
             return
         draft, source = drafted.next, drafted.source
         for token, expected, kind in zip(tokens, draft.tokens, draft.kinds, strict=False):
-            self._odds.saw((source, kind), token == expected)
-            drafted.odds.saw((source, kind), token == expected)
+            self._odds.observe((source, kind), token == expected)
+            drafted.odds.observe((source, kind), token == expected)
             if token != expected:
                 break
         if self._costly is not None:
-            self.drafters[self._costly].took(row, tokens)
+            self.drafters[self._costly].extend(row, tokens)
         drafted.untold += tokens
         drafted.next = NO_DRAFT
         if self.looking.is_open:
@@ -170,7 +170,7 @@ class Speculation:
         plain_s, n_looks = self.times.plain_s(len(group.seats)), self._n_looks
         if drafts is None and plain_s and n_looks:
             self._look_s.add(self._vain_s / n_looks)
-            self.looking.settle(-self._look_s.value * n_looks / plain_s)
+            self.looking.add(-self._look_s.value * n_looks / plain_s)
         self._vain_s, self._n_looks = 0.0, 0  # what led to a step with drafts is part of its time
         return drafts
 
@@ -233,7 +233,7 @@ class Speculation:
             for each in taken:
                 if each.row.group is group:
                     self.totals.count_row(each)
-                    self.took(each.row, each.tokens)
+                    self.extend(each.row, each.tokens)
 
     def counters(self) -> dict[str, int]:
         return self.totals.view()
@@ -259,7 +259,7 @@ class Speculation:
         """Pass on to the free drafters what the row took while none of them was asked."""
         if drafted.untold:
             for i in self._free:
-                self.drafters[i].took(row, drafted.untold)
+                self.drafters[i].extend(row, drafted.untold)
             drafted.untold = []
 
     @contextmanager

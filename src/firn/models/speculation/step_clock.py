@@ -75,15 +75,15 @@ class StepClock:
             if self.is_draining and times.knows(n_rows):
                 self.read_at[id(group)] = min(before + times.plain_s(n_rows), now)
             elif step.is_pipelined and not step.is_new:
-                times.saw_plain(n_rows, seconds)
+                times.observe_plain(n_rows, seconds)
             elif last is not None and not step.is_new:  # else a reply has just begun
                 last.seconds += max(seconds - times.plain_s(last.n_rows), 0.0)
         if last is not None:
             self._settle(last)
 
     def _settle(self, step: _WideStep) -> None:
-        price = self._times.saw_wide(step.n_rows, step.shape, step.seconds, is_new=step.is_new)
-        self._allowance.settle(step.n_tokens - price)
+        price = self._times.observe_wide(step.n_rows, step.shape, step.seconds, is_new=step.is_new)
+        self._allowance.add(step.n_tokens - price)
 
     @contextmanager
     def draining(self) -> Iterator[None]:

@@ -69,14 +69,14 @@ class StepTimes:
 
     # --- learning --------------------------------------------------------------------------
 
-    def saw_plain(self, n_rows: int, seconds: float) -> None:
+    def observe_plain(self, n_rows: int, seconds: float) -> None:
         """seconds: from reading a plain step's tokens to the next one's, which was in flight."""
         rows = self._of(n_rows)
         rows.plain.add(max(seconds, 1e-9))  # a clock may stand still
         rows.count(StepShape(1))
         rows.n_wide = rows.n_cheap = 0
 
-    def saw_wide(
+    def observe_wide(
         self, n_rows: int, shape: StepShape, seconds: float, *, is_new: bool = False
     ) -> float:
         """Returns what to charge for it, in plain steps: its price; or what it took, as long as that is

@@ -36,7 +36,7 @@ def job(
 
 
 def draft_after(lookup: Lookup, row: Hashable, reply: Sequence[int], n_most: int = 8) -> Draft:
-    lookup.took(row, reply)
+    lookup.extend(row, reply)
     return lookup.draft([row], n_most)[0]
 
 
@@ -113,7 +113,7 @@ def test_a_prediction_is_followed_from_the_first_token() -> None:
 def test_earlier_replies_help_their_own_namespace_alone() -> None:
     lookup = Lookup()
     lookup.open("a", job([1], namespace="one"))
-    lookup.took("a", TEXT)
+    lookup.extend("a", TEXT)
     lookup.close("a")
     lookup.open("b", job([2], namespace="one"))
     lookup.open("c", job([2], namespace="two"))
@@ -127,7 +127,7 @@ def test_replies_to_salted_prompts_help_no_other_prompt() -> None:
     lookup = Lookup()
     for row, salt in (("a", ""), ("b", "x")):
         lookup.open(row, job([1], salt=salt))
-        lookup.took(row, TEXT if salt else TEXT[::-1])
+        lookup.extend(row, TEXT if salt else TEXT[::-1])
         lookup.close(row)
     for row, salt in (("c", ""), ("d", "x"), ("e", "y")):
         lookup.open(row, job([2], salt=salt))
@@ -139,7 +139,7 @@ def test_replies_to_salted_prompts_help_no_other_prompt() -> None:
 def test_a_reply_that_must_not_be_cached_is_not_kept() -> None:
     lookup = Lookup()
     lookup.open("a", job([1], cache=CacheControl(write=False)))
-    lookup.took("a", TEXT)
+    lookup.extend("a", TEXT)
     lookup.close("a")
     lookup.open("b", job([2]))
     assert draft_after(lookup, "b", TEXT[10:17]).tokens == ()
@@ -150,7 +150,7 @@ def test_earlier_replies_are_bounded() -> None:
     replies = [[rng.randrange(50_000) for _ in range(4000)] for _ in range(40)]
     for i, reply in enumerate(replies):
         lookup.open(i, job([1]))
-        lookup.took(i, reply)
+        lookup.extend(i, reply)
         lookup.close(i)
     (past,) = lookup._past.values()
     assert past.n_tokens <= KEPT_TOKENS
@@ -167,7 +167,7 @@ def test_earlier_replies_of_all_namespaces_share_a_bound(monkeypatch: pytest.Mon
 
     def says(namespace: str, start: int) -> None:
         lookup.open("row", job([1], namespace=namespace))
-        lookup.took("row", range(start, start + 400))
+        lookup.extend("row", range(start, start + 400))
         lookup.close("row")
 
     def remembers(namespace: str, start: int) -> bool:
@@ -189,7 +189,7 @@ def test_a_reply_is_kept_though_its_namespace_was_dropped_meanwhile() -> None:
     lookup.open("slow", job([1], namespace="one"))
     for i in range(module.KEPT_NAMESPACES):
         lookup.open(i, job([1], namespace=f"other {i}"))
-    lookup.took("slow", TEXT)
+    lookup.extend("slow", TEXT)
     lookup.close("slow")
     lookup.open("next", job([2], namespace="one"))
     assert draft_after(lookup, "next", TEXT[10:17]).tokens[0] == TEXT[17]

@@ -181,7 +181,7 @@ class Failing:
         self._work("prepare")
         return self.n_open > 0
 
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+    def extend(self, row: Hashable, tokens: Sequence[int]) -> None:
         pass
 
     def draft(self, rows: Sequence[Hashable], n_most: int) -> list[Draft]:

@@ -60,7 +60,7 @@ class Drafter(Protocol):
         """Get ready to draft for this row, a little per call; True once it can."""
         ...
 
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+    def extend(self, row: Hashable, tokens: Sequence[int]) -> None:
         """These tokens are now the end of the row's reply. Unknown rows are ignored."""
         return
 

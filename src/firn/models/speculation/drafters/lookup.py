@@ -79,7 +79,7 @@ class Lookup:
     def prepare(self, row: Hashable) -> bool:
         return row in self._texts
 
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+    def extend(self, row: Hashable, tokens: Sequence[int]) -> None:
         text = self._texts.get(row)
         if text is not None:
             text.take(tokens)

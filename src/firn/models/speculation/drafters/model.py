@@ -106,7 +106,7 @@ class ModelDrafter:
             cursor.filled(own)
         self._readers[row] = _DraftRow(job, own, cursor)
 
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+    def extend(self, row: Hashable, tokens: Sequence[int]) -> None:
         reader = self._readers.get(row)
         if reader is None:
             return
@@ -234,7 +234,7 @@ class ModelDrafter:
         for _ in range(n - 1):
             step = RaggedStep(group.layers, active)
             logits = self._model(tokens[:, None], cache=group.layers)
-            step.settle(active)
+            step.keep(active)
             tokens = mx.argmax(logits[:, -1], axis=-1)
             chain.append(tokens)
         table = to_host(mx.stack(chain, axis=1))
@@ -253,7 +253,7 @@ class ModelDrafter:
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
         layers = in_blocks(group.layers, group.columns) if width > 1 else group.layers
         logits: mx.array = self._model(mx.minimum(ids, self._last_id), cache=layers)
-        step.settle(lengths)
+        step.keep(lengths)
         return logits
 
     def _cut(self, group: Group | None) -> None:

@@ -73,14 +73,14 @@ class MtpDrafter(Drafter):
         chain = [tokens]
         active = [min(k, 1) for k in lengths]
         for _ in range(n - 1):
-            step.settle(lengths)
+            step.keep(lengths)
             logits, out = self._model.predict(tokens[:, None], state[:, None], head[0])
             tokens, state = mx.argmax(logits[:, -1], axis=-1), out[:, -1]
             chain.append(tokens)
             lengths = [k + a for k, a in zip(lengths, active, strict=True)]
             step.fed = [k + a for k, a in zip(step.fed, [1] * len(fed), strict=True)]
         table = to_host(mx.stack(chain, axis=1))
-        step.settle([0] * len(fed))
+        step.keep([0] * len(fed))
         return {row: Draft(tuple(table[row.index]), tuple(range(n))) for row in rows}
 
 
