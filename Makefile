@@ -8,7 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # What is installed besides MLX, comma-separated extras of pyproject.toml.
 EXTRAS := dev,vision
-SOURCES = $(wildcard src tests benchmarks tools)
+SOURCES = $(wildcard src tests benchmarks contrib tools)
 
 ifeq ($(shell uname -s),Darwin)
   MLX := metal

@@ -16,7 +16,8 @@ import json
 import os
 import shutil
 import urllib.request
-from typing import Any, Iterator, Optional
+from collections.abc import Iterator
+from typing import Any
 from urllib.error import HTTPError
 
 URL = os.environ.get("FIRN_URL", "http://127.0.0.1:8000").rstrip("/")
@@ -30,7 +31,7 @@ def opened(path: str) -> Any:
     return urllib.request.urlopen(request, timeout=TIMEOUT_S)
 
 
-def state() -> Optional[dict]:
+def state() -> dict | None:
     """What the dashboard would show; None: it was not told in time. Raises HTTPError."""
     try:
         with opened("/v1/activity") as lines:

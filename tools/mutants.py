@@ -28,7 +28,17 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-COPIED = ("src", "tests", "docs", "benchmarks", "tools", "pyproject.toml", "Makefile", "README.md")
+COPIED = (
+    "src",
+    "tests",
+    "docs",
+    "benchmarks",
+    "contrib",
+    "tools",
+    "pyproject.toml",
+    "Makefile",
+    "README.md",
+)
 TIMEOUT_S = 600
 FAILED = 1
 """pytest's exit status if tests ran and some failed."""

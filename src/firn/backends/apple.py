@@ -61,7 +61,7 @@ class AppleKernels:
                 False,
             )
         if not self.wheel:
-            yield "kernels", f"it is unknown for which macOS {KERNELS} was built", True
+            yield "kernels", f"it is unknown for which macOS {KERNELS} was built", False
         elif self.lacks_new_products:
             text = (
                 f"{KERNELS} is built for {self.wheel}: it does not use this GPU's units for products, "

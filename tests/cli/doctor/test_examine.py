@@ -339,6 +339,18 @@ def test_a_device_that_multiplies_wrongly_is_a_problem(
         monkeypatch.undo()
 
 
+def test_a_device_that_cannot_multiply_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> float:
+        raise RuntimeError("[METAL] Command buffer execution failed")
+
+    monkeypatch.setattr(product_check, "product_error", fails)
+    (finding,) = [f for f in machine_findings(tmp_path) if f.topic == "products"]
+    assert finding.mark == "problem"
+    assert "[METAL]" in finding.text
+
+
 def test_what_snapshots_keep_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(snapshot_findings(tmp_path, [])) == []
     for free, mark in ((GIB, "note"), (500 * GIB, "ok")):

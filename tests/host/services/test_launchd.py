@@ -160,6 +160,21 @@ def test_a_daemon_starts_with_the_mac_and_runs_as_its_user(tmp_path: Path) -> No
     assert launchd.uninstall()
 
 
+def test_an_agent_and_a_daemon_do_not_run_side_by_side(tmp_path: Path) -> None:
+    launchctl = Launchctl()
+    other = agent(tmp_path, launchctl)
+    other.install(SERVICE)
+    launchd = daemon(tmp_path, launchctl)
+    with pytest.raises(SetupError, match="`firn service uninstall`"):
+        launchd.install(SERVICE)
+    assert list(launchctl.running) == [f"gui/501/{LABEL}"]
+    assert other.uninstall()
+    launchd.install(SERVICE)
+    late = Launchd(tmp_path, uid=501, daemons=tmp_path / "daemons", run=launchctl)
+    with pytest.raises(SetupError, match="`sudo firn service uninstall`"):
+        late.install(SERVICE)
+
+
 def test_whose_service_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     daemons = tmp_path / "daemons"
     made = Launchd.of_caller(tmp_path, 501, "", daemons=daemons)

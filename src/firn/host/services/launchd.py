@@ -65,6 +65,7 @@ class Launchd:
         self._domains = ("system",) if user else (f"gui/{uid}", f"user/{uid}")
         agents = home / "Library" / "LaunchAgents"
         self.path = (daemons if user else agents) / f"{LABEL}.plist"
+        self._other = (agents if user else daemons) / f"{LABEL}.plist"
         self.settings = home / "Library" / "Application Support" / "firn" / "service.json"
         self.log = home / "Library" / "Logs" / "firn" / "server.log"
 
@@ -82,6 +83,12 @@ class Launchd:
 
     def install(self, service: Service) -> None:
         self._check_rights()
+        if self._other.exists():
+            sudo = "" if self._user else "sudo "
+            raise SetupError(
+                f"{self._other} is installed, too, and both would want the same port: first "
+                f"`{sudo}firn service uninstall`."
+            )
         make_folder(self.log.parent, owner=self._owner)
         if not self.log.exists():
             write_private(self.log, b"", owner=self._owner)
