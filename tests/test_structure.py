@@ -13,7 +13,7 @@ from tools import house
 
 from tests.test_imports import SOURCES, all_places
 
-MAX_CALLABLES = 17
+MAX_CALLABLES = 15
 """Parameters of the cache that are functions to call back, at most."""
 LEANING = ("firn.models.speculation.",)
 """Whose docstrings may still begin with what the one before says."""
