@@ -356,7 +356,7 @@ class Crowd:
         self.cancelled: set[str] = set()
         self.lab: LabEngine | None = None
         self.faults = Faults(
-            start=self.maybe, prefill=self.maybe, settle=self.maybe, launch=self.maybe,
+            start=self.maybe, prefill=self.maybe, finish_chunk=self.maybe, launch=self.maybe,
             collect=self.maybe, join=self.maybe,
         )  # fmt: skip
 

@@ -19,7 +19,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.assembly.follower import FollowerLoop
 from firn.cache.layout import Layout
 from firn.cache.memory.rows import payload_of
 from firn.cache.parts import Part
@@ -39,6 +38,7 @@ from firn.ranks.group import RankGroup
 from firn.ranks.joining import RankMember, form
 from firn.ranks.leader import Leader
 from firn.ranks.runner import FollowerRunner, LeaderRunner
+from firn.ranks.serve import FollowerLoop
 from tests.audit import Past, distance
 from tests.dict_tier import DictTier
 from tests.harness import model_info

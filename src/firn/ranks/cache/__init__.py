@@ -5,5 +5,5 @@
     worker.py  RankWorker: one tier of all ranks together; it has what all of them have
     slices.py  Slices: a follower's side; payloads by number, and its own tier
 
-firn.ranks makes rank 0's parts, assembly/follower.py a follower's.
+firn.ranks makes rank 0's parts, ranks/serve.py a follower's.
 """
