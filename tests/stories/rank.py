@@ -28,12 +28,12 @@ from firn.cache.storage.worker import TierWorker
 from firn.cache.tiers import Tier
 from firn.cache.tree import Node
 from firn.core.ports import At
-from firn.core.ranks import RankCall
 from firn.core.values import KeyTokens
 from firn.ranks.cache.mirror import Mirror, MirroredLayout, number_of
 from firn.ranks.cache.slices import Identity, Slices
 from firn.ranks.cache.tree import MirroredTree
 from firn.ranks.cache.worker import RankWorker
+from firn.ranks.calls import RankCall
 from firn.ranks.group import RankGroup
 from firn.ranks.joining import RankMember, form
 from firn.ranks.leader import Leader
