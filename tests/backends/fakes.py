@@ -28,10 +28,6 @@ class RecordedMlx:
     def device_info(self) -> dict[str, Any]:
         return {"max_recommended_working_set_size": memory().total * 3 // 4}
 
-    def set_memory_limit(self, nbytes: int) -> int:
-        self.limits.append(("memory", nbytes))
-        return 0
-
     def set_wired_limit(self, nbytes: int) -> int:
         self.limits.append(("wired", nbytes))
         return 0

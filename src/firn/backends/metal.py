@@ -17,7 +17,12 @@ from firn.models.decode.step_profile import StepProfile
 
 
 class MetalMemory(DeviceMemory):
-    """Models may use what the driver recommends for one process."""
+    """Models may use what the driver recommends for one process.
+
+    MLX's own limit on memory stays what MLX chooses, one and a half times that. Above it MLX waits for
+    the device after every command buffer, in a busy loop, and a plan's limit moves below what is in use
+    as soon as another program grows.
+    """
 
     def __init__(self, profile: DeviceProfile, mlx: Any) -> None:
         """mlx: has MLX's calls that only Metal knows."""
@@ -30,7 +35,6 @@ class MetalMemory(DeviceMemory):
 
     def limit(self, plan: MemoryPlan) -> None:
         super().limit(plan)
-        self._mlx.set_memory_limit(plan.limit_nbytes)
         if plan.wired_nbytes:
             self._mlx.set_wired_limit(plan.wired_nbytes)
 
