@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ from firn.backends.apple import AppleKernels
 from firn.backends.contract import BackendOptions, ComputeBackend
 from firn.backends.memory import DeviceMemory
 from firn.backends.profile import DeviceProfile
+from firn.backends.warm_up import warm_up, warm_up_speculator
 from firn.core.memory_plan import MemoryPlan
+from firn.models.decode.runner import Runner
 from firn.models.decode.step_profile import StepProfile
+from firn.models.decode.steps import Speculator
 
 
 class MetalMemory(DeviceMemory):
@@ -63,6 +66,11 @@ class MetalBackend(ComputeBackend):
     @property
     def arithmetic(self) -> str:
         return self._kernels.identity() if self._is_exact else ""
+
+    def warm_up(
+        self, model: Any, make_runner: Callable[[Speculator], Runner], speculator: Speculator
+    ) -> None:
+        warm_up(make_runner(warm_up_speculator(model, speculator)))
 
     @property
     def _kernels(self) -> AppleKernels:
