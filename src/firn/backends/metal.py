@@ -48,6 +48,7 @@ class MetalBackend(ComputeBackend):
         label="Metal",
         prefill_chunk=512,
         largest_chunk=2048,
+        dispatch_waits=True,  # MLX lets only a few command buffers wait
         memory_name="Metal's working set",
         fused_head_dims=frozenset({64, 80, 128}),
         steps=StepProfile(slope=0.15),

@@ -3,6 +3,8 @@
     plan -> admit -> launch a decode step -> dispatch one prefill chunk -> read the tokens
     -> let prompts join that skipped to their end -> publish -> settle the chunk, commit what it finished
 
+Where dispatching a chunk takes as long as computing it, the tokens are read and published before that.
+
 Each verb is a module of its own: scheduler (plan), prefill, decode, recovery. They share `InFlight`.
 
 Owner: the engine thread.
@@ -106,14 +108,15 @@ class Loop:
             self._admit(inflight.sequences[request])
         if step_plan.decode:
             self._decode.launch()
+            if inflight.limits.dispatch_waits and step_plan.prefill is not None:
+                self._decode.collect(wait=True)
+                self._flush()
         task = inflight.tasks.get(step_plan.prefill) if step_plan.prefill is not None else None
         reading = self._prefill.dispatch(task) if task is not None else ()
         if step_plan.decode:
             self._decode.collect(wait=bool(reading))
         self._prefill.begin_replies()
-        inflight.flush()
-        if self._decode.take_first_token_flag():
-            time.sleep(YIELD_S)
+        self._flush()
         with inflight.cache.together():
             for task in reading:
                 self._prefill.finish_chunk(task)
@@ -124,6 +127,11 @@ class Loop:
         if inflight.rows and self._n_steps % CALIBRATE_EVERY == 0:
             lengths = [row.n_tokens for row in inflight.rows]
             inflight.budget.learn(lengths, inflight.runner.live_nbytes())
+
+    def _flush(self) -> None:
+        self.inflight.flush()
+        if self._decode.take_first_token_flag():
+            time.sleep(YIELD_S)
 
     def _plan(self) -> StepPlan:
         inflight, busy = self.inflight, bool(self.inflight.rows)
