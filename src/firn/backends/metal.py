@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from firn.backends.apple import AppleKernels
+from firn.backends.apple_transfers import find_transfers
 from firn.backends.contract import BackendOptions, ComputeBackend
 from firn.backends.memory import DeviceMemory
 from firn.backends.profile import DeviceProfile
 from firn.backends.warm_up import warm_up, warm_up_speculator
+from firn.cache.arrays.transfers import Transfers
 from firn.core.memory_plan import MemoryPlan
 from firn.models.decode.runner import Runner
 from firn.models.decode.step_profile import StepProfile
@@ -67,6 +70,10 @@ class MetalBackend(ComputeBackend):
     @property
     def arithmetic(self) -> str:
         return self._kernels.identity() if self._is_exact else ""
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        return find_transfers(self._mlx)
 
     def warm_up(
         self, model: Any, make_runner: Callable[[Speculator], Runner], speculator: Speculator
