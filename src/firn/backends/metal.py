@@ -45,6 +45,10 @@ class MetalMemory(DeviceMemory):
             self._mlx.set_wired_limit(plan.wired_nbytes)
 
 
+FUSED_HEAD_DIMS = frozenset({64, 72, 80, 96, 128})
+"""MLX has kernels for 192 and 256, too, but uses them on an M5 only, and for chunks of 1024 tokens."""
+
+
 class MetalBackend(ComputeBackend):
     profile = DeviceProfile(
         name="metal",
@@ -53,7 +57,7 @@ class MetalBackend(ComputeBackend):
         largest_chunk=2048,
         dispatch_waits=True,  # MLX lets only a few command buffers wait
         memory_name="Metal's working set",
-        fused_head_dims=frozenset({64, 80, 128}),
+        fused_head_dims=FUSED_HEAD_DIMS,
         steps=StepProfile(slope=0.15),
     )
 
