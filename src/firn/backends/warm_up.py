@@ -46,6 +46,7 @@ REPLIES: tuple[tuple[Sampling, int | None], ...] = (
     (
         Sampling(
             temperature=0.7,
+            top_p=0.9,
             seed=1,
             repetition_penalty=1.1,
             presence_penalty=0.1,
