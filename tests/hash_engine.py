@@ -127,6 +127,7 @@ class HashEngine:
         budget: Budget | None = None,
         largest_chunk: int = 0,
         common_chunk: int = 0,
+        dispatch_waits: bool = False,
         scorer: Scorer | None = None,
     ) -> None:
         self.runner = HashRunner(faults, group_rows=group_rows)
@@ -144,6 +145,7 @@ class HashEngine:
             aligned,
             largest_chunk=largest_chunk,
             common_chunk=common_chunk,
+            dispatch_waits=dispatch_waits,
             logprobs_chunk_nbytes=logprobs_chunk_nbytes,
         )
         preparer = SparsePrefill(scorer) if scorer else NoPreparation()

@@ -8,6 +8,7 @@ import pytest
 
 from firn.assembly import parts
 from firn.assembly.model import ServerSpec
+from firn.backends import metal
 from firn.backends.cuda import device
 from firn.backends.warm_up import WarmUpSpeculation
 from firn.config import CacheConfig, Config
@@ -16,14 +17,15 @@ from tests.backends.fakes import pretend
 from tests.zoo import write_folder
 
 
-@pytest.mark.parametrize(("kind", "n_warm_ups"), [("cuda", 1), ("cpu", 0)])
+@pytest.mark.parametrize(("kind", "n_warm_ups"), [("cuda", 1), ("metal", 1), ("cpu", 0)])
 def test_a_gpu_warms_up_before_it_serves(
     kind: str, n_warm_ups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a runner and a speculation that serve nobody."""
     warmed: list[Runner] = []
     pretend(kind, monkeypatch)
-    monkeypatch.setattr(device, "warm_up", warmed.append)
+    for module in (device, metal):
+        monkeypatch.setattr(module, "warm_up", warmed.append)
     write_folder("qwen3", tmp_path)
     config = Config(cache=CacheConfig(no_ssd_cache=True))
     built = parts.build_parts(ServerSpec(config, tmp_path, "a-model", ()), lambda: None)

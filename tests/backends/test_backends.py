@@ -49,12 +49,25 @@ def test_mlx_is_held_to_the_plan() -> None:
 
 
 @pytest.mark.parametrize("wired_nbytes", [0, 1 << 19])
-def test_metal_is_held_to_limits_of_its_own(wired_nbytes: int) -> None:
+def test_metal_wires_what_is_asked_for(wired_nbytes: int) -> None:
     metal = FakeMetal()
-    plan = plan_of(metal, wired_nbytes=wired_nbytes)
+    metal.memory.limit(plan_of(metal, wired_nbytes=wired_nbytes))
+    assert metal.recorded.limits == ([("wired", wired_nbytes)] if wired_nbytes else [])
+
+
+def test_metal_keeps_mlx_s_own_limit_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above it MLX waits for the device after every command buffer, for as long as the process runs."""
+
+    def refuse(nbytes: int) -> int:
+        raise AssertionError(f"MLX is limited to {nbytes} bytes")
+
+    metal = FakeMetal()
+    monkeypatch.setattr(metal.recorded, "set_memory_limit", refuse, raising=False)
+    monkeypatch.setattr(mx, "set_memory_limit", refuse)
+    plan = plan_of(metal, wired_nbytes=1 << 19)
     metal.memory.limit(plan)
-    wired = [("wired", wired_nbytes)] if wired_nbytes else []
-    assert metal.recorded.limits == [("memory", plan.limit_nbytes), *wired]
+    limit_buffer_cache(plan)
+    assert [kind for kind, _ in metal.recorded.limits] == ["wired"]
 
 
 def test_padding_shapes_no_layer_that_cannot_take_it_back() -> None:

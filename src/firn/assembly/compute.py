@@ -59,6 +59,7 @@ def compute_settings(config: Config, architecture: str, name: str) -> ComputeSet
         largest_chunk=_largest_chunk(config, profile),
         max_step_s=options.max_step_ms / 1000,
         aligned=exact,
+        dispatch_waits=profile.dispatch_waits,
     )
     return ComputeSettings(backend, limits)
 

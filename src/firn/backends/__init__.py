@@ -1,6 +1,6 @@
 """The devices that models are computed on: one backend each, behind one contract (`contract`).
 
-    metal   an Apple GPU; special in its limits on memory only
+    metal   an Apple GPU; special in its memory only, and warmed up
     cpu     a Linux CPU: BLAS, softmax, rotary positions, float32 weights
     cuda    an NVIDIA GPU: few shapes, traced steps, kernels, copies over the bus
 

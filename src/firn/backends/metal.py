@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from firn.backends.apple import AppleKernels
+from firn.backends.apple_transfers import find_transfers
 from firn.backends.contract import BackendOptions, ComputeBackend
 from firn.backends.memory import DeviceMemory
 from firn.backends.profile import DeviceProfile
+from firn.backends.warm_up import warm_up, warm_up_speculator
+from firn.cache.arrays.transfers import Transfers
 from firn.core.memory_plan import MemoryPlan
+from firn.models.decode.runner import Runner
 from firn.models.decode.step_profile import StepProfile
+from firn.models.decode.steps import Speculator
 
 
 class MetalMemory(DeviceMemory):
-    """Models may use what the driver recommends for one process."""
+    """Models may use what the driver recommends for one process.
+
+    MLX's own limit on memory stays what MLX chooses, one and a half times that. Above it MLX waits for
+    the device after every command buffer, in a busy loop, and a plan's limit moves below what is in use
+    as soon as another program grows.
+    """
 
     def __init__(self, profile: DeviceProfile, mlx: Any) -> None:
         """mlx: has MLX's calls that only Metal knows."""
@@ -30,9 +41,12 @@ class MetalMemory(DeviceMemory):
 
     def limit(self, plan: MemoryPlan) -> None:
         super().limit(plan)
-        self._mlx.set_memory_limit(plan.limit_nbytes)
         if plan.wired_nbytes:
             self._mlx.set_wired_limit(plan.wired_nbytes)
+
+
+FUSED_HEAD_DIMS = frozenset({64, 72, 80, 96, 128})
+"""MLX has kernels for 192 and 256, too, but uses them on an M5 only, and for chunks of 1024 tokens."""
 
 
 class MetalBackend(ComputeBackend):
@@ -41,8 +55,9 @@ class MetalBackend(ComputeBackend):
         label="Metal",
         prefill_chunk=512,
         largest_chunk=2048,
+        dispatch_waits=True,  # MLX lets only a few command buffers wait
         memory_name="Metal's working set",
-        fused_head_dims=frozenset({64, 80, 128}),
+        fused_head_dims=FUSED_HEAD_DIMS,
         steps=StepProfile(slope=0.15),
     )
 
@@ -59,6 +74,15 @@ class MetalBackend(ComputeBackend):
     @property
     def arithmetic(self) -> str:
         return self._kernels.identity() if self._is_exact else ""
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        return find_transfers(self._mlx)
+
+    def warm_up(
+        self, model: Any, make_runner: Callable[[Speculator], Runner], speculator: Speculator
+    ) -> None:
+        warm_up(make_runner(warm_up_speculator(model, speculator)))
 
     @property
     def _kernels(self) -> AppleKernels:

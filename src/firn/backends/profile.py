@@ -21,6 +21,8 @@ class DeviceProfile:
     """Prompt tokens read at once while no row decodes and the context is short."""
     varies_chunks: bool = True
     """Whether timings are good enough to choose sizes by."""
+    dispatch_waits: bool = False
+    """Dispatching a chunk takes most of the time that the chunk takes."""
     memory_name: str = "memory of the device"
     has_own_memory: bool = False
     """Its memory is not the machine's: other processes of a machine may have other devices."""

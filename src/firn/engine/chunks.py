@@ -11,14 +11,24 @@ Owner: the engine thread.
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections import Counter
+
+from firn.core.errors import ContextTooLong
 from firn.core.memory_plan import MIN_CHUNK
 from firn.core.prefill_speed import PrefillSpeed
 from firn.engine.limits import EngineLimits
+
+log = logging.getLogger("firn.engine")
 
 ALONE_S = 1.0
 """The longest a chunk may take while no request waits: Metal kills commands after seconds."""
 MAX_SLOWDOWN = 1.25
 """While others wait, a chunk may take this many times what one takes at the start of a prompt."""
+
+FAULTS_TOO_DEEP = 2
+"""So many faults of chunks that begin at one depth mean that the device cannot compute them."""
 
 
 class ChunkSizes:
@@ -57,3 +67,33 @@ class ChunkSizes:
         while chunk > MIN_CHUNK and self._speed.seconds(depth, depth + chunk) > bound:
             chunk //= 2
         return chunk
+
+
+class DepthLimit:
+    """How long a prompt may be where chunks cannot shrink, since records are named by their size.
+
+    A chunk takes longer the deeper it begins, and a device may end work that takes too long. It would
+    fail again each time that all requests are put back, until the process ends.
+    """
+
+    def __init__(self) -> None:
+        self._n_tokens = sys.maxsize
+        self._n_faults = Counter[int]()
+
+    def failed(self, start: int, end: int) -> None:
+        """The device failed while it computed tokens [start, end) of a prompt."""
+        self._n_faults[start] += 1
+        if self._n_faults[start] >= FAULTS_TOO_DEEP and start and end < self._n_tokens:
+            self._n_tokens = end
+            log.error(
+                "the device fails on a chunk of %d tokens after %d: prompts over %d tokens are "
+                "refused. Start again with a smaller --prefill-chunk",
+                end - start,
+                start,
+                end,
+            )
+
+    def check(self, n_prompt: int) -> None:
+        """Raises ContextTooLong."""
+        if n_prompt > self._n_tokens:
+            raise ContextTooLong(n_prompt, self._n_tokens)

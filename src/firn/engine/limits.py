@@ -21,5 +21,7 @@ class EngineLimits:
     common_chunk: int = 0
     """Longer chunks begin and end at multiples of this, and the runner pads shorter ones, for a device
     that prefers few shapes. 0: chunks end anywhere."""
+    dispatch_waits: bool = False
+    """Dispatching a chunk takes most of the time that the chunk takes."""
     logprobs_chunk_nbytes: int = 128 * MIB
     """Limit for the logits of a chunk whose logprobs are wanted: a large vocabulary shortens it."""

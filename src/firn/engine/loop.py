@@ -3,6 +3,8 @@
     plan -> admit -> launch a decode step -> dispatch one prefill chunk -> read the tokens
     -> let prompts join that skipped to their end -> publish -> finish the chunk, commit what it finished
 
+Where dispatching a chunk takes as long as computing it, the tokens are read and published before that.
+
 Each verb is a module of its own: scheduler (plan), prefill, decode, recovery. They share `InFlight`.
 
 Owner: the engine thread.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import abc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -20,14 +23,14 @@ from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import JobFailed
 from firn.core.ports import Publish
 from firn.core.values import Job, RequestId
-from firn.engine.chunks import ChunkSizes
+from firn.engine.chunks import ChunkSizes, DepthLimit
 from firn.engine.decode import Decode
 from firn.engine.inflight import InFlight, client_error
 from firn.engine.parts import EngineParts
 from firn.engine.prefill import Prefill
 from firn.engine.recovery import Recovery
 from firn.engine.scheduler import PendingWork, Prefilling, StepPlan, Waiting, plan
-from firn.engine.sequence import Choice, ForcedTokens, Sequence, looked_up
+from firn.engine.sequence import Choice, ForcedTokens, PrefillTask, Sequence, looked_up
 
 log = logging.getLogger("firn.engine")
 
@@ -64,8 +67,11 @@ class Loop:
         self._preparer.attach(self.inflight)
         self._idle_work = self._preparer.idle_work
         self._sizes = ChunkSizes.of(parts.limits, parts.cache.prefill)
+        self._depths = DepthLimit()
+        self._reading: abc.Sequence[PrefillTask] = ()
+        """Whose chunk the device computes in this step."""
         self._recovery = Recovery(
-            self.inflight, on_device_fault=self._shrink_chunks, on_doubt=self._idle_work.forget
+            self.inflight, on_device_fault=self._device_failed, on_doubt=self._idle_work.forget
         )
         self._decode = Decode(self.inflight, self._recovery)
         self._prefill = Prefill(
@@ -73,14 +79,18 @@ class Loop:
             self._recovery,
             decode=self._decode,
             sizes=self._sizes,
+            depths=self._depths,
             preparer=self._preparer,
         )
         self._n_steps = 0
         parts.cache.confirm()
 
-    def _shrink_chunks(self) -> None:
+    def _device_failed(self) -> None:
         self._sizes.shrink()
         self._preparer.shrink()
+        if self.inflight.limits.aligned:
+            for task in self._reading:
+                self._depths.failed(task.chunk_start, task.row.n_tokens)
 
     @property
     def busy(self) -> bool:
@@ -106,14 +116,15 @@ class Loop:
             self._admit(inflight.sequences[request])
         if step_plan.decode:
             self._decode.launch()
+            if inflight.limits.dispatch_waits and step_plan.prefill is not None:
+                self._decode.collect(wait=True)
+                self._flush()
         task = inflight.tasks.get(step_plan.prefill) if step_plan.prefill is not None else None
-        reading = self._prefill.dispatch(task) if task is not None else ()
+        self._reading = reading = self._prefill.dispatch(task) if task is not None else ()
         if step_plan.decode:
             self._decode.collect(wait=bool(reading))
         self._prefill.begin_replies()
-        inflight.flush()
-        if self._decode.take_first_token_flag():
-            time.sleep(YIELD_S)
+        self._flush()
         with inflight.cache.together():
             for task in reading:
                 self._prefill.finish_chunk(task)
@@ -124,6 +135,11 @@ class Loop:
         if inflight.rows and self._n_steps % CALIBRATE_EVERY == 0:
             lengths = [row.n_tokens for row in inflight.rows]
             inflight.budget.learn(lengths, inflight.runner.live_nbytes())
+
+    def _flush(self) -> None:
+        self.inflight.flush()
+        if self._decode.take_first_token_flag():
+            time.sleep(YIELD_S)
 
     def _plan(self) -> StepPlan:
         inflight, busy = self.inflight, bool(self.inflight.rows)

@@ -13,7 +13,7 @@ from collections import abc
 from firn.core.events import Advanced, Prefilled, PromptLogprobs
 from firn.core.ports import Cursor, NullCursor
 from firn.core.values import Prompt
-from firn.engine.chunks import ChunkSizes
+from firn.engine.chunks import ChunkSizes, DepthLimit
 from firn.engine.decode import Decode
 from firn.engine.inflight import InFlight, RestoreFailed
 from firn.engine.preparation import Preparer
@@ -31,6 +31,7 @@ class Prefill:
         *,
         decode: Decode,
         sizes: ChunkSizes,
+        depths: DepthLimit,
         preparer: Preparer,
     ) -> None:
         self._inflight = inflight
@@ -38,6 +39,7 @@ class Prefill:
         self._recovery = recovery
         self._decode = decode
         self._sizes = sizes
+        self._depths = depths
         self._preparer = preparer
         self._batches = PromptBatches(inflight, self.skip_ahead)
         self._skipped: list[PrefillTask] = []
@@ -104,6 +106,10 @@ class Prefill:
             return ()
         if self._is_short_rest(task):
             self._decode.begin(task)
+            return ()
+        with self._recovery.guard(task.sequence):
+            self._depths.check(len(task.prompt))
+        if task.number not in self._inflight.tasks:
             return ()
         chunk = self._chunk(task)
         task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from firn.core.errors import InvalidValue
 from firn.core.events import TokenLogprob
 from firn.core.values import Sampling
+from firn.models.decode import sampling
 from firn.models.decode.sampling import Picker, pick, read_logprobs
 from tests.harness import running
 from tests.models.alone import Built, plain, prompt_of, with_caches
@@ -131,6 +132,63 @@ def test_any_settings_leave_their_support(
     assume(np.abs(down - min_p * down[0]).min() > 1e-5)
     assert drawn(logits, s, 512) <= support(logits, s)
     assert len(drawn(logits, s, 512)) >= min(len(support(logits, s)), 20)
+
+
+@given(
+    seed=st.integers(0, 1 << 20),
+    vocab=st.integers(2, 3000),
+    n=st.integers(1, 64),
+    n_values=st.integers(1, 1 << 16),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_likeliest_are_those_of_the_whole_vocabulary(
+    seed: int, vocab: int, n: int, n_values: int
+) -> None:
+    """Many of them may be equal, and a grammar may forbid most."""
+    rng, n = np.random.default_rng(seed), min(n, vocab)
+    logits = rng.integers(0, n_values, (3, vocab)).astype(np.float32)
+    logits[1, rng.random(vocab) < 0.9] = -np.inf
+    found = np.array(sampling._likeliest(mx.array(logits), n))
+    assert (found == -np.sort(-logits, axis=-1)[:, :n]).all()
+
+
+def test_the_vocabulary_is_sorted_only_for_top_p_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab, n_sorted = 32_000, list[int]()
+    sort, argsort = mx.sort, mx.argsort
+
+    def noting(function: Any) -> Any:
+        def call(array: mx.array, **options: Any) -> mx.array:
+            n_sorted.append(array.shape[-1])
+            sorted_: mx.array = function(array, **options)
+            return sorted_
+
+        return call
+
+    monkeypatch.setattr(mx, "sort", noting(sort))
+    monkeypatch.setattr(mx, "argsort", noting(argsort))
+    logits = mx.random.normal((3, vocab), key=mx.random.key(1))
+    both = Sampling(temperature=0.7, top_p=0.9, top_k=20, seed=1)
+    for rows in (
+        (both, Sampling(temperature=1.0, seed=2), Sampling(temperature=0.0)),
+        (both, Sampling(temperature=1.0, top_k=64, min_p=0.1, seed=2)),
+    ):
+        pick(logits[: len(rows)], [picker_of(s, vocab_size=vocab) for s in rows])
+        assert sum(n_sorted) < vocab // 8
+        n_sorted.clear()
+    pick(logits[:1], [picker_of(Sampling(temperature=0.7, top_p=0.9), vocab_size=vocab)])
+    assert n_sorted == [vocab]
+
+
+def test_a_row_draws_alike_where_others_need_the_whole_order() -> None:
+    """Its own limits decide, to the last bit, whatever is sorted for its group."""
+    vocab, n_steps = 4000, 200
+    own = Sampling(temperature=0.9, top_p=0.8, top_k=40, seed=3)
+    other = Sampling(temperature=0.9, top_p=0.8, seed=4)
+    alone, *group = [picker_of(s, vocab_size=vocab) for s in (own, own, other)]
+    for i in range(n_steps):
+        logits = 3.0 * mx.random.normal((2, vocab), key=mx.random.key(i))
+        (token,) = pick(logits[:1], [alone]).tokens.tolist()
+        assert pick(logits, group).tokens.tolist()[0] == token
 
 
 def test_settings_are_each_rows_own() -> None:

@@ -28,6 +28,17 @@ def test_fused_attention_costs_no_scores_and_others_do() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dim", "scores"),
+    [(64, 0), (72, 0), (80, 0), (96, 0), (128, 0), (112, 48), (192, 48), (256, 48), (512, 48)],
+)
+def test_scores_are_counted_where_mlx_keeps_them_on_metal(dim: int, scores: int) -> None:
+    """As it chooses for chunks of more than 8 tokens, whatever kernels it has."""
+    config = {**WIDE, "head_dim": dim}
+    transient = transient_of(config, fused_head_dims=METAL, dtype="bfloat16")
+    assert transient.per_score_nbytes == scores
+
+
+@pytest.mark.parametrize(
     ("config", "scores"),
     [
         ({"text_config": WIDE, "hidden_size": 1}, True),

@@ -29,6 +29,8 @@ from firn.models.grammar.compiler import Constraint
 
 TINY = 1e-30
 SCORED_ROWS = 32
+LEAST_BLOCK = 4
+"""Maxima of smaller blocks are hardly fewer than the logits."""
 COLDEST = 1e-5
 """Below this temperature the likeliest token is certain, and dividing by it may overflow."""
 
@@ -263,11 +265,11 @@ def _draw(logits: mx.array, pickers: Sequence[Picker], keys: mx.array | None) ->
     shape = (logits.shape[-1],)
     uniform = mx.vmap(lambda key: mx.random.uniform(shape=shape, key=key))(keys)
     # A uniform 0 would make the noise -inf, but the only allowed token must stay possible.
-    noise = -mx.log(-mx.log(mx.maximum(uniform, TINY)))
+    noise = mx.log(-mx.log(mx.maximum(uniform, TINY)))
     if any(p.greedy for p in pickers):
-        noisy = mx.array([[0.0 if p.greedy else 1.0] for p in pickers])
-        noise = mx.where(noisy > 0, noise, 0.0)
-    return mx.argmax(kept / temperature + noise, axis=-1)
+        is_greedy = mx.array([[p.greedy] for p in pickers])
+        noise = mx.where(is_greedy, 0.0, noise)
+    return mx.argmax(kept / temperature - noise, axis=-1)
 
 
 def _exclude(logits: mx.array, settings: Sequence[Sampling]) -> mx.array:
@@ -283,16 +285,38 @@ def _exclude(logits: mx.array, settings: Sequence[Sampling]) -> mx.array:
         floor = mx.maximum(floor, top + mx.array(logs))
     if needs_sort:
         vocab = logits.shape[-1]
-        down = -mx.sort(-logits, axis=-1)
-        last = mx.array([[min(s.top_k or vocab, vocab) - 1] for s in settings])
-        floor = mx.maximum(floor, mx.take_along_axis(down, last, axis=-1))
-        probs = mx.softmax(down, axis=-1)
-        before = mx.cumsum(probs, axis=-1) - probs
+        limited = [bool(s.top_k or s.top_p < 1.0) for s in settings]
+        n_most = [min(s.top_k or vocab, vocab) for s in settings]
+        down = _likeliest(logits, max(n for n, is_so in zip(n_most, limited, strict=True) if is_so))
         # A token stays while the mass before it is under top_p; the first one always does.
-        limit = mx.array([[s.top_p if s.top_p < 1.0 else 2.0] for s in settings])
+        before = mx.cumsum(mx.exp(down - top), axis=-1, inclusive=False)
+        share = mx.array([[s.top_p if s.top_p < 1.0 else 2.0] for s in settings])
+        limit = share * mx.exp(logits - top).sum(axis=-1, keepdims=True)
         n_kept = mx.maximum((before < limit).sum(axis=-1, keepdims=True), 1)
-        floor = mx.maximum(floor, mx.take_along_axis(down, n_kept - 1, axis=-1))
+        last = mx.minimum(n_kept, mx.array([[n] for n in n_most])) - 1
+        lowest = mx.take_along_axis(down, last, axis=-1)
+        if not all(limited):
+            lowest = mx.where(mx.array([[is_so] for is_so in limited]), lowest, -math.inf)
+        floor = mx.maximum(floor, lowest)
     return mx.where(logits < floor, -math.inf, logits)
+
+
+def _likeliest(logits: mx.array, n: int) -> mx.array:
+    """The n largest logits of each row, in descending order.
+
+    They are in those n blocks whose maxima are the largest. So the maxima are sorted, and then what is
+    in these blocks: two short lists instead of the vocabulary.
+    """
+    n_rows, vocab = logits.shape
+    size = 1 << (math.isqrt(vocab // n).bit_length() - 1)
+    if size < LEAST_BLOCK:
+        return -mx.sort(-logits, axis=-1)[:, :n]
+    short = -vocab % size
+    whole = mx.pad(logits, [(0, 0), (0, short)], constant_values=-math.inf) if short else logits
+    blocks = whole.reshape(n_rows, -1, size)
+    best = mx.argsort(blocks.max(axis=-1), axis=-1)[:, -n:]
+    among = mx.take_along_axis(blocks, best[..., None], axis=1).reshape(n_rows, -1)
+    return -mx.sort(-among, axis=-1)[:, :n]
 
 
 def _logprobs(
