@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 
 from firn.backends import KINDS
+from firn.backends.metal import MetalMemory
 from firn.cache.arrays import transfers
 from firn.config import CacheConfig, Config, ModelConfig
+from firn.core.memory_plan import MIN_CAPACITY_NBYTES
 from firn.demo.facts import FactSession, make_session
 from tests.api.real import Real, serving
-from tests.backends.fakes import FAKES, pretend
+from tests.backends.fakes import FAKES, FakeMetal, pretend
+from tests.waiting import wait_until
 
 
 def config(model: str, ssd: Path) -> Config:
@@ -60,6 +63,20 @@ def test_every_answer_is_right_cold_warm_and_after_a_restart(
         assert min(right_answers(real, session)) > 0
     own = [r for r in caplog.records if r.name.startswith("firn")]
     assert [r.message for r in own if r.levelno >= logging.WARNING] == []
+
+
+def test_under_memory_pressure_the_cache_shrinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "_in_use", list(transfers._in_use))
+    metal = pretend("metal", monkeypatch)
+    assert isinstance(metal, FakeMetal)
+    metal.memory = MetalMemory(metal.profile, metal.recorded, is_short=lambda: True)
+    with serving(tmp_path, config=config("firn-demo", tmp_path / "ssd")) as real:
+        parts = real.server.engine.parts
+        assert parts.planned is not None
+        assert parts.planned.plan.capacity_nbytes > MIN_CAPACITY_NBYTES
+        wait_until(lambda: parts.budget.capacity_nbytes == MIN_CAPACITY_NBYTES)
 
 
 @pytest.mark.parametrize("kind", FAKES)

@@ -48,7 +48,7 @@ def test_a_mac_is_asked_for_its_memory_without_a_fork(monkeypatch: pytest.Monkey
 
     def output(command: Sequence[str]) -> str:
         commands.append(command)
-        return "Pages free: 3.\n"
+        return "Pages free: 1.\nPages purgeable: 1.\nFile-backed pages: 1.\n"
 
     monkeypatch.setattr(machine, "output_of", output)
     assert machine._mac_available() == 3 * os.sysconf("SC_PAGE_SIZE")

@@ -253,7 +253,7 @@ def watch_engine(
 
     watch = MemoryWatch(
         planned,
-        look=backend.memory.now,
+        look=backend.memory.while_serving,
         used_nbytes=used_nbytes,
         held_nbytes=lambda: engine.call(lambda parts: parts.budget.reserved_nbytes).result(
             ENGINE_S

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from firn.backends.profile import DeviceProfile
@@ -10,7 +12,7 @@ from firn.host.machine import memory
 
 
 class DeviceMemory:
-    """The machine's own memory. `now` and `free_unused` are thread-safe."""
+    """The machine's own memory. Thread-safe, except for `limit`."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self._profile = profile
@@ -31,6 +33,16 @@ class DeviceMemory:
             has_own_memory=self._profile.has_own_memory,
         )
 
+    def while_serving(self) -> MachineMemory:
+        """Like `now`, for a server that can shrink. Where the system asks for memory back, what MLX
+        keeps for reuse is released, and nothing is available but what it has in use: the cache shrinks
+        with each look until that is over."""
+        now = self.now()
+        if not self._is_short():
+            return now
+        self.free_unused()
+        return replace(now, available_nbytes=active_nbytes())
+
     def limit(self, plan: MemoryPlan) -> None:
         """Hold MLX to the plan. Call this once, after the weights are loaded."""
         mx.clear_cache()
@@ -40,6 +52,9 @@ class DeviceMemory:
     def free_unused(self) -> None:
         """Release the memory that MLX and the driver keep for reuse."""
         mx.clear_cache()
+
+    def _is_short(self) -> bool:
+        return False
 
     def _available_nbytes(self) -> int | None:
         return memory().available

@@ -17,6 +17,7 @@ from firn.backends.profile import DeviceProfile
 from firn.backends.warm_up import warm_up, warm_up_speculator
 from firn.cache.arrays.transfers import Transfers
 from firn.core.memory_plan import MemoryPlan
+from firn.host import mac
 from firn.models.decode.runner import Runner
 from firn.models.decode.step_profile import StepProfile
 from firn.models.decode.steps import Speculator
@@ -30,14 +31,24 @@ class MetalMemory(DeviceMemory):
     as soon as another program grows.
     """
 
-    def __init__(self, profile: DeviceProfile, mlx: Any) -> None:
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        mlx: Any,
+        *,
+        is_short: Callable[[], bool] = mac.is_short_of_memory,
+    ) -> None:
         """mlx: has MLX's calls that only Metal knows."""
         super().__init__(profile)
         self._mlx = mlx
+        self._is_short_of_memory = is_short
 
     @property
     def total_nbytes(self) -> int:
         return int(self._mlx.device_info()["max_recommended_working_set_size"])
+
+    def _is_short(self) -> bool:
+        return self._is_short_of_memory()
 
     def limit(self, plan: MemoryPlan) -> None:
         super().limit(plan)

@@ -13,6 +13,9 @@ from firn.host.programs import output_of
 
 Output = Callable[[Sequence[str]], str]
 
+PRESSURE_WARNING = 2
+"""1: normal, 2: warning, 4: critical."""
+
 
 def sysctl(name: str, *, output: Output = output_of) -> str:
     """A value of the kernel's; '' if it has none of this name."""
@@ -30,6 +33,12 @@ def version(*, output: Output = output_of) -> str:
 def build(*, output: Output = output_of) -> str:
     """'25B78': changes with every update of the system."""
     return sysctl("kern.osversion", output=output) or release()
+
+
+def is_short_of_memory(*, output: Output = output_of) -> bool:
+    """Whether macOS compresses or swaps, and asks programs to give memory back."""
+    level = sysctl("kern.memorystatus_vm_pressure_level", output=output)
+    return level.isdigit() and int(level) >= PRESSURE_WARNING
 
 
 def machine_id(platform: str = sys.platform, *, output: Output = output_of) -> str:

@@ -67,11 +67,15 @@ def _mac_available() -> int | None:
 
 
 def vm_stat_available(text: str, *, page_nbytes: int) -> int | None:
-    """Available bytes from macOS's vm_stat: free pages and those it would give up immediately."""
-    wanted = ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable")
+    """Available bytes from macOS's vm_stat: free pages, and those that are on disk or may be lost.
+
+    Not inactive ones: MLX's buffers are among them while the GPU is idle, and they are counted as what
+    MLX holds. Speculative pages are on disk, and counted there.
+    """
+    wanted = ("Pages free", "Pages purgeable", "File-backed pages")
     rows = (line.partition(":") for line in text.splitlines())
     pages = [int(value.strip(" .")) for name, _, value in rows if name in wanted]
-    return sum(pages) * page_nbytes if pages else None
+    return sum(pages) * page_nbytes if len(pages) == len(wanted) else None
 
 
 def disk_free(folder: Path) -> int:

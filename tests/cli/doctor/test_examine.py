@@ -315,9 +315,12 @@ def test_memory_on_a_mac() -> None:
         "Pages inactive:                            30.\n"
         "Pages speculative:                          4.\n"
         "Pages purgeable:                            1.\n"
+        "File-backed pages:                         34.\n"
+        "Anonymous pages:                          900.\n"
     )
     assert vm_stat_available(text, page_nbytes=10) == 1350
     assert vm_stat_available("", page_nbytes=10) is None
+    assert vm_stat_available("Pages free: 100.\n", page_nbytes=10) is None
 
 
 def test_a_device_that_multiplies_wrongly_is_a_problem(
