@@ -39,7 +39,7 @@ help:
 	@echo "make real    tests on a real small model, SmolLM2-135M-Instruct (fetches 93 MB)"
 	@echo "make suites  other people's clients and tests against a live server (fetches them; ten minutes)"
 	@echo "make sweep   test every architecture of mlx-lm and mlx-vlm (long)"
-	@echo "make soak    real servers under faults, kills and traffic (half an hour)"
+	@echo "make soak    real servers under faults, kills and traffic (an hour)"
 	@echo "make wheel   build the wheel into dist/, install it alone and use it (two minutes)"
 	@echo "make mac     what only a Mac can tell, as a report to send (half an hour)"
 	@echo "make macwheels  resolve firn for Macs, with wheels alone (needs a package index)"

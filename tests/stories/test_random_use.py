@@ -119,12 +119,11 @@ def test_random_use_of_architectures(name: str) -> None:
     ],
 )
 def test_random_use_for_minutes(name: str, drafts: str) -> None:
-    for seed in (100, 101):
-        use((EXACT | REAL)[name], DRAFTS[drafts], seed, 2 * N_ASKED)
+    use((EXACT | REAL)[name], DRAFTS[drafts], 100, 2 * N_ASKED)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("drafts", ["right drafts", "short drafts"])
 @pytest.mark.parametrize("name", EXACT)
 def test_random_use_for_minutes_while_steps_and_the_device_fail(name: str, drafts: str) -> None:
     use(EXACT[name], DRAFTS[drafts], 100, 2 * N_ASKED, fails=True)
