@@ -96,7 +96,7 @@ def test_a_drafting_ring_holds_its_window_whatever_is_taken_back(seed: int) -> N
         unread = [n_held(layers[0], At(i, n, width)) for i, n in enumerate(lengths)]
         assert all(held >= min(n, WINDOW) for held, n in zip(unread, lengths, strict=True))
         kept = [rng.randint(1, width) for _ in lengths]
-        step.settle(kept)
+        step.keep(kept)
         lengths = [n + k for n, k in zip(lengths, kept, strict=True)]
         ring = layers[0]
         assert isinstance(ring, RaggedRing)
